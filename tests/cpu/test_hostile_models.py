@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.core.errors import ModelLoadError, QuireError
 from engine.runtime.layers.parts import Maker
+from engine.runtime.models import load
+from engine.runtime.models.config_file import read_own
 from engine.runtime.models.load import load_model
 from engine.runtime.schemes.linear import Matrix, Scheme
 from engine.settings.engine_config import EngineConfig
@@ -93,6 +95,21 @@ def loads(path: Path, **settings: Any) -> bool:
     return outcome(lambda: (check_model(config), load_model(config, CPU, torch.float32, lambda progress: None))) == ""
 
 
+def loads_alike(folder: Path, known: set[str]) -> bool:
+    """Whether a model loads; one that is read as one that has loaded is not loaded again."""
+    config = EngineConfig(model=str(folder), dtype="float32")
+
+    def attempt() -> None:
+        check_model(config)
+        checkpoint, here = load._open(config, CPU, torch.float32)
+        found = f"{here} {read_own(checkpoint) if here.is_own else random.random()}"
+        if found not in known:
+            load_model(config, CPU, torch.float32, lambda progress: None)
+            known.add(found)
+
+    return outcome(attempt) == ""
+
+
 def outcome(attempt: Callable[[], object]) -> str:
     """The one sentence of a refusal; empty where there was none."""
     try:
@@ -121,9 +138,10 @@ def test_any_value_of_a_config_loads_or_is_refused(tmp_path: Path) -> None:
         folder.mkdir()
         save_tiny(CASES[name], folder)
         values = json.loads((folder / "config.json").read_text())
-        assert loads(folder)
+        known: set[str] = set()
+        assert loads_alike(folder, known)
         outcomes = [
-            loads(changed(values | {key: value}, folder))
+            loads_alike(changed(values | {key: value}, folder), known)
             for key in values
             for value in ([chooser.choice(VALUES)] if key in seen else VALUES)
         ]

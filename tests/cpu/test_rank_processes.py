@@ -295,35 +295,31 @@ def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize(
-    ("loses", "sentence", "is_busy"),
-    [(kill, "signal 9", False), (kill, "signal 9", True), (stop, "did not take part", True)],
-)
-def test_a_lost_rank_is_the_engines_end(
-    folder: str,  # noqa: F811
-    loses: Callable[[int], None],
-    sentence: str,
-    is_busy: bool,
-) -> None:
+def check_lost(asked: Asked, sentence: str) -> None:
+    """The engine ends for this reason, answers no more, and has no ranks."""
+    asked.has_ended.wait(PATIENCE_S)
+    assert sentence in str(asked.engine.health().error)
+    with pytest.raises(QuireError):
+        asked.ask(1)
+    assert workers() == []
+    runner: Any = asked.engine._runner
+    assert hasattr(runner._runner, "_model"), "a GPU may wait for the lost rank, so nothing is released"
+
+
+@pytest.mark.parametrize(("loses", "sentence"), [(kill, "signal 9"), (stop, "did not take part")])
+def test_a_lost_rank_is_the_engines_end(folder: str, loses: Callable[[int], None], sentence: str) -> None:  # noqa: F811
     engine = build(folder, tensor_parallel_size=2)
     group: Any = engine._runner._close.__self__.group  # type: ignore[attr-defined]
     if loses is stop:
         group._args.timeout_ms = 500
     asked = Asked(engine)
     [worker] = workers()
-    if is_busy:
-        asked.ask(500)
-        eventually(lambda: bool(asked.events))
+    asked.ask(500)
+    eventually(lambda: bool(asked.events))
     loses(worker)
-    asked.has_ended.wait(PATIENCE_S)
-    assert sentence in str(asked.engine.health().error)
-    if is_busy:
-        assert asked.end is not None
-        assert asked.end.finish_reason is FinishReason.ERROR
-    with pytest.raises(QuireError):
-        asked.ask(1)
-    assert workers() == []
-    assert hasattr(engine._runner._runner, "_model"), "a GPU may wait for the lost rank, so nothing is released"  # type: ignore[attr-defined]
+    check_lost(asked, sentence)
+    assert asked.end is not None
+    assert asked.end.finish_reason is FinishReason.ERROR
 
 
 def test_a_fault_of_another_rank_is_the_starts_fault(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -354,7 +350,7 @@ def test_ranks_end_with_their_parent(folder: str) -> None:  # noqa: F811
     )
 
 
-def test_ranks_outlive_the_thread_that_built_the_engine_get_no_secrets_and_may_print(
+def test_ranks_outlive_the_thread_that_built_the_engine_get_no_secrets_may_print_and_are_missed_when_idle(
     folder: str,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -368,8 +364,12 @@ def test_ranks_outlive_the_thread_that_built_the_engine_get_no_secrets_and_may_p
         engine = aside.submit(build, folder, tensor_parallel_size=2).result()
     [process] = workers()
     assert b"secret" not in Path(f"/proc/{process}/environ").read_bytes()
-    assert len(tokens(engine)) == 12
-    assert workers() == []
+    asked = Asked(engine)
+    asked.ask(12)
+    eventually(lambda: asked.end is not None)
+    assert sum(len(event.token_ids) for event in asked.events) == 12
+    kill(process)
+    check_lost(asked, "signal 9")
 
 
 def test_a_rank_that_cannot_start_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.cpu.served_models import save_servable, save_tokenizer, say
 from tests.cpu.test_models_families import CASES as NATIVE
 from tests.cpu.test_models_families import GEMMA4, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, SIZES
 from tests.cpu.test_models_transformers import CASES
-from tests.daemon.real_daemon import serve
+from tests.daemon.real_daemon import Daemon, serve
 
 PROMPT, NUM_NEW = [5, 17, 99, 3, 64, 23, 41], 12
 
@@ -176,41 +176,45 @@ def test_a_body_that_was_saved_without_its_head_is_served(tmp_path: Path) -> Non
     check_served(model, tmp_path)
 
 
-def test_tokens_beyond_the_models_vocabulary_are_refused_in_text(tmp_path: Path) -> None:
-    """Published tokenizers have such: Gemma 3's image token is beyond the vocabulary of its models for text."""
-    save_servable(NATIVE["llama"], tmp_path)
-    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon whose tokenizer and generation config know tokens beyond the model's vocabulary."""
+    folder = tmp_path_factory.mktemp("llama")
+    save_servable(NATIVE["llama"], folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
     extra = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tokenizer["added_tokens"] = [{"id": SIZES["vocab_size"], "content": "<image>"} | extra]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 128, -1, 10**9]}))
-    with serve(str(tmp_path), "--kv-cache-memory-bytes", "4MiB") as daemon:
-        body = {"prompt": "w5 <image> w7", "max_tokens": 3}
-        answer = daemon.http.post("/v1/completions", json=body)
-        assert answer.status_code == 400
-        assert "'<image>', the tokenizer's id 128, and the model has 128 tokens" in answer.json()["error"]["message"]
-        body = {"prompt": "w5 w7", "max_tokens": 3, "min_tokens": 3}
-        assert daemon.http.post("/v1/completions", json=body).status_code == 200
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 128, -1, 10**9]}))
+    with serve(str(folder), "--allow-runtime-lora-updating", "--kv-cache-memory-bytes", "4MiB") as daemon:
+        yield daemon
 
 
-def test_an_adapter_that_is_no_file_is_refused_and_the_daemon_ends(tmp_path: Path) -> None:
+def test_tokens_beyond_the_models_vocabulary_are_refused_in_text(llama: Daemon) -> None:
+    """Published tokenizers have such: Gemma 3's image token is beyond the vocabulary of its models for text."""
+    answer = llama.http.post("/v1/completions", json={"prompt": "w5 <image> w7", "max_tokens": 3})
+    assert answer.status_code == 400
+    assert "'<image>', the tokenizer's id 128, and the model has 128 tokens" in answer.json()["error"]["message"]
+    body = {"prompt": "w5 w7", "max_tokens": 3, "min_tokens": 3}
+    assert llama.http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_an_adapter_that_is_no_file_is_refused_and_the_daemon_ends(llama: Daemon, tmp_path: Path) -> None:
     """Opening a FIFO blocks, and a device is read without end: neither may hold the daemon, or its end."""
-    save_servable(NATIVE["llama"], tmp_path)
     kinds: dict[str, Callable[[Path], object]] = {
         "fifo": os.mkfifo,
         "device": lambda path: path.symlink_to("/dev/zero"),
         "loop": lambda path: path.symlink_to(path),
         "folder": Path.mkdir,
     }
-    with serve(str(tmp_path), "--allow-runtime-lora-updating", "--kv-cache-memory-bytes", "4MiB") as daemon:
-        for kind, make in kinds.items():
-            for name in ("adapter_config.json", "adapter_model.safetensors"):
-                folder = tmp_path / kind / name
-                folder.mkdir(parents=True)
-                if name != "adapter_config.json":
-                    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-                make(folder / name)
-                body = {"lora_name": "a", "lora_path": str(folder)}
-                answer = daemon.http.post("/v1/load_lora_adapter", json=body)
-                assert answer.status_code == 400, answer.text
-                assert f"{name} cannot be read" in answer.json()["error"]["message"]
+    for kind, make in kinds.items():
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            folder = tmp_path / kind / name
+            folder.mkdir(parents=True)
+            if name != "adapter_config.json":
+                (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+            make(folder / name)
+            body = {"lora_name": "a", "lora_path": str(folder)}
+            answer = llama.http.post("/v1/load_lora_adapter", json=body)
+            assert answer.status_code == 400, answer.text
+            assert f"{name} cannot be read" in answer.json()["error"]["message"]
