@@ -101,10 +101,8 @@ class GemmaCallParser(CallParser):
         self._closing, self._reader = CLOSING, _Reader()
 
     def finish(self) -> list[Piece]:
-        if self._step == self._broken:
-            self._arguments(self._buffer)
-        if self._step in (self._broken, self._body):
-            self._buffer = ""  # of a body that was cut a part of a mark, key or word
+        if self._step == self._body:
+            self._buffer = ""  # a part of a mark, key or word
         return super().finish()
 
     def _opened(self, mark: str) -> None:  # noqa: ARG002 - there is one
@@ -129,18 +127,6 @@ class GemmaCallParser(CallParser):
             self._step = self._after if self._reader.is_done else self._broken
             return True
         return len(self._buffer) < before
-
-    def _broken(self) -> bool:
-        """Read the text after a fault in arguments, up to the closing mark."""
-        at = self._buffer.find(CLOSING)
-        has_ended = at >= 0
-        if not has_ended:
-            at = len(self._buffer) - held_back(self._buffer, (CLOSING,))
-        self._arguments(self._buffer[:at])
-        self._buffer = self._buffer[at + (len(CLOSING) if has_ended else 0) :]
-        if has_ended:
-            self._step = self._text
-        return has_ended
 
 
 def _calls(rule: str, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, is_forced: bool) -> list[str]:

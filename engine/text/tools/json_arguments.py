@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 from engine.text.tools.tool_format import CallParser
-from engine.text.types import Piece, first_of, held_back
 
 _BARE = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # outside strings
 _CLOSING = {"{": "}", "[": "]"}
@@ -68,13 +67,8 @@ class ArgumentsParser(CallParser):
 
     def __init__(self, openings: tuple[str, ...]) -> None:
         super().__init__(openings)
+        self._stops = openings
         self._scanner = JsonScanner()
-
-    def finish(self) -> list[Piece]:
-        if self._step == self._broken:
-            self._arguments(self._buffer)
-            self._buffer = ""
-        return super().finish()
 
     def _read_arguments(self) -> bool:
         """Read more of an object, up to its end or its first fault."""
@@ -88,17 +82,3 @@ class ArgumentsParser(CallParser):
 
     def _end_arguments(self) -> None:
         self._step = self._after
-
-    def _closings(self) -> tuple[str, ...]:
-        """Return the marks that end faulty arguments, and are read with them."""
-        return (self._closing,) if self._closing else ()
-
-    def _broken(self) -> bool:
-        """Read the text after a fault in arguments, up to the next mark."""
-        marks = (*self._openings, *self._closings())
-        at, mark = first_of(self._buffer, marks) or (len(self._buffer) - held_back(self._buffer, marks), "")
-        self._arguments(self._buffer[:at])
-        self._buffer = self._buffer[at + (len(mark) if mark in self._closings() else 0) :]
-        if mark:
-            self._step = self._text
-        return bool(mark)

@@ -30,7 +30,7 @@ from engine.text.tools.tool_format import (
     literal,
     repeated,
 )
-from engine.text.types import Piece, held_back
+from engine.text.types import Piece
 
 _NAME = r"[a-zA-Z_][a-zA-Z0-9_.-]{0,127}"
 _KEY = r"[a-zA-Z_]\w{0,127}"
@@ -147,11 +147,10 @@ class PythonCallParser(CallParser):
         self._reader = LiteralReader()
 
     def finish(self) -> list[Piece]:
-        if self._step in (self._value, self._broken):
+        if self._step == self._value:
             self._arguments(self._buffer)
-            self._buffer = ""
-        elif self._step in (self._argument, self._next):
-            self._buffer = ""  # a part of a key, or space
+        if self._step in (self._value, self._argument, self._next):
+            self._buffer = ""  # else a part of a key, or space
         return super().finish()
 
     def _content(self, text: str) -> None:
@@ -259,16 +258,8 @@ class PythonCallParser(CallParser):
         return super()._after()
 
     def _broken(self) -> bool:
-        """Read the text after a fault in arguments, up to the closing mark."""
-        closing = (self._closing,) if self._closing else ()
-        at = self._buffer.find(self._closing) if closing else -1
-        has_ended = at >= 0
-        if not has_ended:
-            at = len(self._buffer) - held_back(self._buffer, closing)
-        self._arguments(self._buffer[:at])
-        self._buffer = self._buffer[at + (len(self._closing) if has_ended else 0) :]
-        if has_ended:
-            self._in_list, self._step = False, self._text
+        has_ended = super()._broken()
+        self._in_list = self._in_list and not has_ended
         return has_ended
 
 

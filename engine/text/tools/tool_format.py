@@ -166,6 +166,8 @@ def with_ids(messages: Sequence[Message], new_id: Callable[[Message, int], str])
 class CallParser(PieceParser):
     """Base of parsers that find calls behind marks; other text is content, unchanged."""
 
+    _stops: tuple[str, ...] = ()  # marks that end faulty arguments, and are not read with them
+
     def __init__(self, openings: tuple[str, ...]) -> None:
         super().__init__(self._text)
         self._openings = openings
@@ -174,6 +176,9 @@ class CallParser(PieceParser):
         self._has_called = False
 
     def finish(self) -> list[Piece]:
+        if self._step == self._broken:
+            self._arguments(self._buffer)
+            self._buffer = ""
         rest = self._held + self._buffer
         is_cut_mark = self._step == self._after and self._is_part_of_mark(rest.strip())
         if not (self._has_called and (is_cut_mark or not rest.strip())):
@@ -214,6 +219,21 @@ class CallParser(PieceParser):
             self._step = self._text
             return True
         return not self._closing.startswith(self._buffer) and self._no_call()
+
+    def _closings(self) -> tuple[str, ...]:
+        """Return the marks that end faulty arguments, and are read with them."""
+        return (self._closing,) if self._closing else ()
+
+    def _broken(self) -> bool:
+        """Read the text after a fault in arguments, up to the next mark."""
+        closings = self._closings()
+        marks = (*self._stops, *closings)
+        at, mark = first_of(self._buffer, marks) or (len(self._buffer) - held_back(self._buffer, marks), "")
+        self._arguments(self._buffer[:at])
+        self._buffer = self._buffer[at + (len(mark) if mark in closings else 0) :]
+        if mark:
+            self._step = self._text
+        return bool(mark)
 
     def _no_call(self) -> bool:
         """Make content of the held text; space may belong to the next mark."""
