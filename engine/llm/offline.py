@@ -125,11 +125,10 @@ class LLM:
             )
             self._pictures = None
             if built.facts.takes_images:
-                from engine.llm.pictures import Pictures
-                from engine.text.images.preprocessor import ImagePreprocessor  # transformers' part for images
+                from engine.llm.pictures import Pictures  # and transformers' part for images
 
-                images = ImagePreprocessor.of(Path(config.model), text, mm_processor_kwargs, limit_mm_per_prompt)
-                self._pictures = None if images is None else Pictures(images, allowed_local_media_path)
+                wishes = mm_processor_kwargs, limit_mm_per_prompt
+                self._pictures = Pictures.of(Path(config.model), text, *wishes, folder=allowed_local_media_path)
             undo.pop_all()
         self._engine = built
         self._tokenizer = text

@@ -242,15 +242,19 @@ def _build(
             takes_images=tower is not None,
         ),
         depth=depth,
-        limits=QueueLimits(
-            config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
-            config.max_num_queued_tokens
-            or _MAX_QUEUED_POOLS * settings.num_blocks * settings.block_size // settings.num_groups,
-        ),
+        limits=_queue_limits(config, settings),
         resources=parts.resources,
         # On a GPU a tower takes no longer than a step; a recording's plans do not depend on when vectors are there.
         vision=vision if device.type == "cpu" and config.record is None else None,
         outbound=Outbound(tiers, kv_events),
+    )
+
+
+def _queue_limits(config: EngineConfig, settings: SchedulerConfig) -> QueueLimits:
+    num_tokens = settings.num_blocks * settings.block_size // settings.num_groups
+    return QueueLimits(
+        config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
+        config.max_num_queued_tokens or _MAX_QUEUED_POOLS * num_tokens,
     )
 
 
