@@ -228,7 +228,7 @@ class Engine:
         """Close everything that the engine has been given; an error of one keeps none of the others open."""
         self._is_released = True
         self._inbox.close()
-        for part in (self._offload, self._kv_events, self._runner, self._control):
+        for part in (self._offload, self._kv_events, self._vision, self._runner, self._control):
             if part is not None:
                 _close(part)
 
@@ -392,7 +392,7 @@ class Engine:
         )
 
 
-def _close(part: Offload | KVEvents | Runner | Control) -> None:
+def _close(part: Offload | KVEvents | VectorMaker | Runner | Control) -> None:
     try:
         part.close()
     except Exception as error:  # any: the other parts are closed too

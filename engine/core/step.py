@@ -249,6 +249,10 @@ class VectorMaker(Protocol):
         """Work on the vectors of the first of some images, which requests hold, for about so long."""
         ...
 
+    def close(self) -> None:
+        """End the work."""
+        ...
+
 
 class Runner(Protocol):
     """Computes steps. Called by the engine thread only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -512,6 +513,10 @@ def test_vectors_are_kept_up_to_a_limit_and_work_for_nobody_is_left(folder: Path
     vectors.advance([LARGE.digest], 60.0)
     assert [vectors.has(image.digest) for image in (SMALL, WIDE, TALL, LARGE)] == [False, False, False, True]
     assert made == [LARGE.digest, SMALL.digest, WIDE.digest, TALL.digest, LARGE.digest]
+    vectors.advance([SMALL.digest], 0.0)
+    assert any(thread.name == "quire-image" for thread in threading.enumerate())
+    vectors.close()
+    assert all(thread.name != "quire-image" for thread in threading.enumerate())
 
 
 def said(served: Served) -> dict[tuple[str, int], Any]:
@@ -561,7 +566,7 @@ def test_an_engine_is_built_with_its_tower(folder: Path) -> None:
         damaged = replace(SMALL, digest=b"odd", arrays=SMALL.arrays | {"pixel_values": np.zeros((16, 5), np.float32)})
         spans = (other.spans[0]._replace(digest=b"odd"), other.spans[1])
         engine.submit(replace(other, spans=spans, images=(damaged, LARGE)))
-        [failed] = [event for event in events.get(timeout=PATIENCE_S) if event.finish_reason]
+        [failed] = [event for event in events.get(timeout=PATIENCE_S) if event.finish_reason]  # in a step with LARGE
         assert failed.finish_reason is FinishReason.ERROR
         engine.submit(ask("c", PROMPTS[0][0], max_tokens=1))
         assert next(events.get(timeout=PATIENCE_S).ends).finish_reason is FinishReason.LENGTH

@@ -78,8 +78,10 @@ class ImageRows:
 
     def has(self, slices: Sequence[SequenceSlice], *, before_end: bool = False) -> bool:
         """Return whether a step has such rows; with `before_end`, at positions that are not behind all images."""
-        found = [(self._rows[piece.slot], piece.start) for piece in slices if piece.slot in self._rows]
-        return any(not before_end or start < row.spans[-1].end for row, start in found)
+        return bool(self._rows) and any(
+            (row := self._rows.get(piece.slot)) is not None and (not before_end or piece.start < row.spans[-1].end)
+            for piece in slices
+        )
 
     def inputs(self, slices: Sequence[SequenceSlice], texts: NDArray[np.int64]) -> ImageInputs:
         """Return what images make of a step; `texts` [T] are the positions of text."""
@@ -141,8 +143,7 @@ class ImageVectors:
 
     def advance(self, digests: Sequence[bytes], seconds: float) -> None:
         if self._job is not None and self._job[0] not in digests:  # nobody waits for it any more
-            self._job[1].close()
-            self._job = None
+            self.close()
         if self._job is None:
             image = self._find(digests[0])
             self._job = digests[0], Pieces(lambda: self._tower(image), self._num_threads)
@@ -150,6 +151,11 @@ class ImageVectors:
         if pieces.advance(seconds):
             self._job = None
             self._keep(digest, pieces.result())
+
+    def close(self) -> None:
+        if self._job is not None:
+            self._job[1].close()
+            self._job = None
 
     def __call__(self, image: Image) -> Tensor:
         """Return the vectors of an image, made now if they are not there."""

@@ -58,8 +58,10 @@ class Tower:
             raise
         except Exception as error:  # any: it is another project's code
             log.warning("the vision tower cannot compute an image: %s: %s", type(error).__name__, error)
-        width = self._model.config.get_text_config().hidden_size
-        return torch.full((1, image.num_tokens, width), torch.nan, dtype=self._model.dtype, device=self._device)
+        config = self._model.config
+        num_levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+        shape = num_levels, image.num_tokens, config.get_text_config().hidden_size
+        return torch.full(shape, torch.nan, dtype=self._model.dtype, device=self._device)
 
 
 def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower:
