@@ -565,11 +565,13 @@ def test_an_engine_is_built_with_its_tower(folder: Path) -> None:
             engine.submit(replace(other, images=(replace(SMALL, arrays={"pixels": np.zeros(1)}), LARGE)))
         damaged = replace(SMALL, digest=b"odd", arrays=SMALL.arrays | {"pixel_values": np.zeros((16, 5), np.float32)})
         spans = (other.spans[0]._replace(digest=b"odd"), other.spans[1])
-        engine.submit(replace(other, spans=spans, images=(damaged, LARGE)))
-        [failed] = [event for event in events.get(timeout=PATIENCE_S) if event.finish_reason]  # in a step with LARGE
-        assert failed.finish_reason is FinishReason.ERROR
-        engine.submit(ask("c", PROMPTS[0][0], max_tokens=1))
-        assert next(events.get(timeout=PATIENCE_S).ends).finish_reason is FinishReason.LENGTH
+        for request_id, reason in (("c", FinishReason.LENGTH), ("d", FinishReason.ERROR), ("e", FinishReason.LENGTH)):
+            asked = ask(request_id, PROMPTS[0][0], max_tokens=1)  # whose image is then in one step with the damaged one
+            if request_id == "d":
+                asked = replace(other, spans=spans, images=(damaged, LARGE))
+            engine.submit(asked)
+            [end] = [event for event in events.get(timeout=PATIENCE_S) if event.finish_reason]
+            assert end.finish_reason is reason
     finally:
         engine.stop(drain_s=0)
     without = build_engine(replace(config, image_cache_memory=0), lambda progress: None)
