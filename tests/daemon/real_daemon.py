@@ -84,9 +84,12 @@ class Daemon:
 
 
 def start(*argv: str | Path, **variables: str) -> subprocess.Popen[str] | Forked:
-    """Start `quire serve` with these arguments, on a free port; by exec if it is to say what it imports."""
+    """Start `quire serve` with these arguments, on a free port; by exec if it is to say what it imports.
+
+    Its default is one thread either way (tests/preloaded.py).
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
-    env = {**kept, "PYTHONPATH": str(ROOT), **variables}
+    env = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     arguments = ["serve", "--port", "0", *map(str, argv)]
     if "PYTHONPROFILEIMPORTTIME" not in variables:
         return Forked("server", arguments, ROOT, env)

@@ -81,9 +81,9 @@ def test_a_small_pool_preempts_and_loses_no_text(plain: Plain) -> None:
         assert [daemon.cached(LONG)["cached_tokens"] > 100 for _ in range(2)] == [False, True]
 
 
-def test_swapped_sequences_on_one_thread_without_a_prefix_cache_say_the_same(plain: Plain) -> None:
+def test_swapped_sequences_on_two_threads_without_a_prefix_cache_say_the_same(plain: Plain) -> None:
     flags = ("--max-model-len", "256", "--num-gpu-blocks-override", "24", "--swap-space", "0.1")
-    with serve(*flags, "--no-enable-prefix-caching", "--enforce-eager", "--threads", "1") as daemon:
+    with serve(*flags, "--no-enable-prefix-caching", "--enforce-eager", "--threads", "2") as daemon:
         assert together(daemon, CROWDED) == plain.crowd
         assert daemon.metric("quire_preemptions_total", kind="swap") > 0
         assert [daemon.cached(LONG)["cached_tokens"] for _ in range(2)] == [0, 0]
