@@ -35,8 +35,9 @@ from engine.core.kv.tiers import Transport
 from engine.core.page_table import waste
 from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
 from engine.core.scheduling.scheduler import Scheduler
+from engine.core.spans import VectorMaker
 from engine.core.stats import FailureCause
-from engine.core.step import PendingStep, Runner, StepPlan, VectorMaker
+from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 from engine.handle import Command, Deliver, EngineFacts, EngineHealth, EventsSource, LoadedAdapter
 from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop, Submission

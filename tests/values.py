@@ -12,8 +12,11 @@ from enum import Enum
 from pathlib import PosixPath
 from typing import Any
 
+import numpy as np
+
 from engine import handle
 from engine.core import config, errors, page_table, stats, types
+from engine.images import Image
 from engine.settings.kv_events_config import KVEventsConfig
 from engine.settings.peer import Peer
 from engine.text.grammars import spec
@@ -41,6 +44,7 @@ TYPES: dict[str, type] = {
     **{kind.__name__: kind for module in _MODULES for kind in vars(module).values() if _is_value(kind)},
     "KVEventsConfig": KVEventsConfig,
     "Peer": Peer,
+    "Image": Image,
     "Histogram": stats.Histogram,
 }
 
@@ -69,6 +73,8 @@ def _written(value: Any) -> Any:
         return {"dict": [[_written(key), _written(each)] for key, each in value.items()]}
     if kind is PosixPath:
         return {"path": str(value)}
+    if kind is np.ndarray:
+        return {"array": [value.dtype.str, list(value.shape), value.tobytes().hex()]}
     assert TYPES.get(kind.__name__) is kind, f"{kind} may not cross"
     if isinstance(value, Enum):
         return {kind.__name__: value.name}
@@ -93,6 +99,9 @@ def _read(document: Any) -> Any:
         return {_read(key): _read(each) for key, each in inner}
     if name == "path":
         return PosixPath(inner)
+    if name == "array":
+        dtype, shape, data = inner
+        return np.frombuffer(bytes.fromhex(data), dtype).reshape(shape)
     kind: Any = TYPES[name]
     if issubclass(kind, Enum):
         return kind[inner]

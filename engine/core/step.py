@@ -238,22 +238,6 @@ class Resources(Protocol):
         ...
 
 
-class VectorMaker(Protocol):
-    """Makes the vectors of images between steps, on the engine thread."""
-
-    def has(self, digest: bytes) -> bool:
-        """Return whether an image's vectors are there."""
-        ...
-
-    def advance(self, digests: abc.Sequence[bytes], seconds: float) -> None:
-        """Work on the vectors of the first of some images, which requests hold, for about so long."""
-        ...
-
-    def close(self) -> None:
-        """End the work."""
-        ...
-
-
 class Runner(Protocol):
     """Computes steps. Called by the engine thread only."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,8 @@ from engine.core import errors
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ContextLengthError, ErrorValue, OverloadedError, QuireError
 from engine.core.stats import Histogram, Stats
-from engine.core.types import StepEvents
+from engine.core.types import Request, StepEvents
+from engine.images import Image
 from tests.values import TYPES, dumps, loads
 
 CONFIGS = st.builds(
@@ -27,6 +30,11 @@ CONFIGS = st.builds(
     target_itl_s=st.none() | st.floats(0.1, 9.0),
 )
 HISTOGRAMS = st.lists(st.floats(allow_nan=False), unique=True).map(sorted).map(Histogram)
+ARRAYS = st.lists(st.floats(width=32, allow_nan=False), max_size=3).map(lambda values: np.array(values, np.float32))
+IMAGES = st.builds(Image, arrays=st.dictionaries(st.text(), ARRAYS, max_size=2))
+st.register_type_strategy(Image, IMAGES)
+OTHERS = {each.name: ... for each in fields(Request) if each.name != "images"}
+st.register_type_strategy(Request, st.builds(Request, images=st.lists(IMAGES, max_size=2).map(tuple), **OTHERS))
 st.register_type_strategy(SchedulerConfig, CONFIGS)
 st.register_type_strategy(Histogram, HISTOGRAMS)
 st.register_type_strategy(Path, st.text("ab/.", min_size=1).map(Path))
