@@ -218,7 +218,7 @@ for name, text in {
     FAMILIES[f"Gemma4Config {name}"] = (
         {
             "text_config": TEXT
-            | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16}
+            | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32}
             | text,
             "vision_config": SIGLIP
             | {"num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 64},

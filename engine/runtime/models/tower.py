@@ -70,12 +70,20 @@ def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, dev
     # Its language model is left without layers; the projector needs its width.
     fewest = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": None}
     values |= {"audio_config": None} if "audio_config" in values else {}
-    values |= {"text_config": {**values["text_config"], **fewest}} if "text_config" in values else fewest
+    if "text_config" in values:
+        text = {key: value for key, value in values["text_config"].items() if key != "per_layer_config"}
+        values["text_config"] = {**text, **fewest}
+    else:
+        values |= fewest
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # about the layers that are left out
     transformers_logging.disable_progress_bar()
     try:
-        with foreign_code(lambda error: ModelLoadError(f"{source}: transformers cannot load its tower ({error}).")):
+        with foreign_code(
+            lambda error: ModelLoadError(
+                f"{source}: transformers cannot load its tower ({error}); --image-cache-memory 0 serves text alone."
+            )
+        ):
             settings = CONFIG_MAPPING[values["model_type"]].from_dict(values)
             kind = MODEL_MAPPING[type(settings)]
             model, info = kind.from_pretrained(
