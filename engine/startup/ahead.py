@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Thread
 
 from engine.files.gguf_header import part_paths
-from engine.runtime.native.arena import BackedMemory
+from engine.runtime.native.backed_memory import BackedMemory
 from engine.runtime.native.rows import OpenFile
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import local_path

@@ -49,7 +49,7 @@ from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.load import load_model, load_vision, resolve_dtype
-from engine.runtime.native.arena import BackedMemory
+from engine.runtime.native.backed_memory import BackedMemory
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.parallel.group import SINGLE
 from engine.runtime.pool import pool_size

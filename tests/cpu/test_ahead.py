@@ -17,7 +17,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.core.errors import ModelLoadError
 from engine.runtime.models.load import load_model
-from engine.runtime.native.arena import Arena, BackedMemory
+from engine.runtime.native.arena import Arena
+from engine.runtime.native.backed_memory import BackedMemory
 from engine.runtime.native.library import Library, native
 from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.packer import Packer

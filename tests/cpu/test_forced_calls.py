@@ -18,7 +18,6 @@ from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
 from engine.text.chat.chat_format import ChatFormat
-from engine.text.chat.history import Owner
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields
 from engine.text.reasoning import ReasoningTags
@@ -178,8 +177,8 @@ class EachFormat(ChatPreprocessor):
             chat_format = ChatFormat(tool_format=tool_format, shows_tools=True, hidden_ids=hidden)
             self._each.append(ChatPreprocessor(replace(limits, chat_format=chat_format)))
 
-    def prepare(self, chat: ChatFields, text: str | None = None, owner: Owner | None = None) -> PreparedChat:
-        return self._each[chat.seed or 0].prepare(chat, text, owner)
+    def prepare(self, chat: ChatFields, *rest: Any) -> PreparedChat:  # type: ignore[override]
+        return self._each[chat.seed or 0].prepare(chat, *rest)
 
 
 def test_calls_are_forced_in_the_format_of_any_family(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
