@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 FETCH_S = 20.0  # for all of an image, redirects included
 _MAX_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
-_TUNNELS = [IPv6Network(each) for each in ("::ffff:0:0/96", "64:ff9b::/96", "2001::/32", "2002::/16")]  # to IPv4
+_INTERNET = IPv6Network("2000::/3")  # of IPv6; others may lead to private machines, and to those of IPv4
+_TUNNELS = [IPv6Network(each) for each in ("2001::/32", "2002::/16")]  # to IPv4
 
 
 class MediaFetcher:
@@ -46,9 +47,10 @@ class MediaFetcher:
         for _ in range(_MAX_REDIRECTS + 1):
             try:
                 address = httpx.URL(url)
-            except httpx.InvalidURL:
+                port = self._check(address, param)
+            except (httpx.InvalidURL, UnicodeError):  # of names such as xn--a
                 raise refused("its address is malformed", param) from None
-            target = await _resolve(address.host, self._check(address, param), param)
+            target = await _resolve(address.host, port, param)
             try:
                 async with (
                     httpx.AsyncClient(trust_env=False, timeout=FETCH_S) as client,
@@ -63,7 +65,7 @@ class MediaFetcher:
                         url = str(address.join(answer.headers["location"]))
                         continue
                     return await self._content(answer, param)
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, UnicodeError) as error:  # the second of a name that it redirects to
                 raise refused(f"its host could not be asked ({type(error).__name__})", param) from None
         raise refused(f"its host redirects more than {_MAX_REDIRECTS} times", param)
 
@@ -105,6 +107,6 @@ async def _resolve(host: str, port: int, param: str) -> str:
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
     """Return whether an address is one of the Internet; those of IPv6 that lead to a machine of IPv4 are not."""
-    if isinstance(address, IPv6Address) and any(address in network for network in _TUNNELS):
+    if isinstance(address, IPv6Address) and (address not in _INTERNET or any(address in each for each in _TUNNELS)):
         return False
     return address.is_global and not address.is_multicast

@@ -314,6 +314,10 @@ def test_images_of_other_hosts(host: int, serve: Callable[..., Live], monkeypatc
         assert "--allowed-media-domains" in refusal(ask(client, part(f"{base}/to/http://localhost:1/a.png")))
         assert "--allowed-media-domains" in refusal(ask(client, part(f"{base}/to/file:///etc/passwd")))
         assert "--allowed-media-domains" in refusal(ask(client, part(f"http://user:word@localhost:{host}/image")))
+        for name in ("a:b", "xn--a"):
+            assert "could not be asked" in refusal(ask(client, part(f"{base}/to/http://{name}/c.png")))
+        for name in ("xn--a", "xn--", "a:b"):
+            assert "its address is malformed" in refusal(ask(client, part(f"http://{name}/a.png")))
         assert "redirects more than" in refusal(ask(client, part(f"{base}/to//to//to//to//to//to//image")))
         assert "answers 404" in refusal(ask(client, part(f"{base}/none")))
         assert "more than 100000 bytes" in refusal(ask(client, part(f"{base}/zeros/200000")))
@@ -331,6 +335,10 @@ def test_images_of_other_hosts(host: int, serve: Callable[..., Live], monkeypatc
         "0.0.0.0",
         "224.0.0.1",
         "::1",
+        "::7f00:1",
+        "::ffff:0:7f00:1",
+        "64:ff9b:1::7f00:1",
+        "fec0::1",
         "fe80::1",
         "fd00::1",
         "::ffff:10.0.0.1",
