@@ -191,6 +191,19 @@ def test_ids_are_those_of_transformers(kind: str, size: tuple[int, int], tmp_pat
     assert prepared[0].image.digest != prepared[1].image.digest
 
 
+def test_a_token_made_of_two_texts_is_no_place(tmp_path: Path) -> None:
+    make, marks, named, config, mark, _ = CASES["gemma3"]
+    theirs = make(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(marks), extra_special_tokens=named))
+    ours = made(tmp_path, marks, {"model_type": "gemma3", **config}, theirs.image_processor)
+    image = ours.prepare(np.zeros((32, 32, 3), np.uint8), "messages")
+    text = "".join(ours.hide_marks(["<image_soft", "_token>"])) + mark
+    encode = ours.encoder(text, [image])
+    assert encode is not None
+    [span] = ours.spans(encode(text), [image])
+    assert span.start >= len("<image_soft_token>")
+    assert span.length == 16
+
+
 def spelled(kind: str, config: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
     spell = {"boi_token_id": "<b>", "eoi_token_id": "<e>"}.__getitem__
     return FAMILIES[kind].spelled(ImageTokens(config, {}, "[IMG]", spell), arrays)

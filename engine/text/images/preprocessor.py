@@ -140,7 +140,7 @@ class ImagePreprocessor:
         except (TypeError, ValueError, RecursionError):
             return value  # the template refuses it
         for mark in (self._mark, self._tokens.token):
-            hidden = hidden.replace(mark, mark[:1] + _SPLIT + mark[1:])
+            hidden = _split(hidden, mark)
         return value if hidden == text else json.loads(hidden)
 
     def count(self, text: str) -> int:
@@ -164,6 +164,8 @@ class ImagePreprocessor:
 
         def encode(part: str) -> list[int]:
             ids: list[int] = []
+            if self._mark != self._tokens.token:  # which the template may have made of two texts of a client
+                part = _split(part, self._tokens.token)
             for number, piece in enumerate(part.split(_SPLIT)):
                 first, *others = piece.split(self._mark)
                 whole = first + "".join([next(texts) + other for other in others])
@@ -181,6 +183,11 @@ class ImagePreprocessor:
             spans.append(Span(own[0], own[-1] + 1 - own[0], image.digest, is_atomic))
         assert next(places, None) is None, "every other one was hidden"
         return tuple(spans)
+
+
+def _split(text: str, mark: str) -> str:
+    """Return a text in which a mark is split."""
+    return text.replace(mark, mark[:1] + _SPLIT + mark[1:])
 
 
 def _most_images(limits: Mapping[str, Any]) -> int:
