@@ -202,6 +202,7 @@ def test_responses_keep_images(http: httpx.Client, requests: list[Request]) -> N
         ([part(b"hello")], "its format is not known"),
         ([part("data:image/png,abc")], "data:image/png;base64"),
         ([part("data:image/png;base64,a")], "base64 is malformed"),
+        ([part("data:image/png;base64,%41")], "base64 is malformed"),
         ([part("ftp://example.com/a.png")], "'ftp://example.com/a.png'"),
         ([part("/etc/passwd")], "'/etc/passwd'"),
         ([part("https://example.com/a.png")], "--allowed-media-domains"),
@@ -211,7 +212,7 @@ def test_responses_keep_images(http: httpx.Client, requests: list[Request]) -> N
         ([part(picture(1, 1000))], "at most 200 times"),
         ([part(picture())] * 5, "5 images, and at most 4"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_images_that_are_refused(http: httpx.Client, parts: list[Any], words: str) -> None:
     assert words in refusal(ask(http, *parts))
