@@ -17,8 +17,8 @@ _PLACE = Struct("<3q")
 class Span(NamedTuple):
     """Vectors at positions of a prompt: at those of `length` from `start` on that have the first one's id.
 
-    Most models have it at all of them; others have text within an image, as marks between its rows. `digest` is of the vectors and of all else that their K/V depend on. An atomic span, whose tokens attend both ways, is
-    computed in one step.
+    Most models have it at all of them; others have text within an image, as marks between its rows. `digest` is of the
+    vectors and of all else that their K/V depend on. An atomic span, whose tokens attend both ways, is computed in one step.
     """
 
     start: int

@@ -142,7 +142,7 @@ class ImageVectors:
         return digest in self._kept
 
     def advance(self, digests: Sequence[bytes], seconds: float) -> None:
-        if self._job is not None and self._job[0] not in digests:  # nobody waits for it any more
+        if self._job is not None and self._job[0] not in digests:  # no prompt waits for it
             self.close()
         if self._job is None:
             image = self._find(digests[0])

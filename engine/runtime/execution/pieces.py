@@ -1,8 +1,8 @@
 """A computation in torch that goes on for a while at a time, between the steps of an engine.
 
-It runs on a thread of its own, with torch's threads, which works only while another waits for it: one of both runs at any
-time. It stops between two operations of torch; long products and attentions are divided into blocks of rows, so that it
-can stop there.
+It runs on its own thread, and only while the engine's thread waits for it, so the two never compete for torch's threads.
+It stops between two operations of torch. Long products and attentions are divided into blocks of rows, so that it can stop
+between these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK = 1 << 30  # multiplications in a block; some 10 ms of a core with bfloat
 
 
 class _Closed(BaseException):
-    """Ends the thread of a computation that nobody wants any more."""
+    """Ends the thread of a computation whose result is not needed."""
 
 
 class Pieces(Generic[T]):

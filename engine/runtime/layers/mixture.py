@@ -5,7 +5,7 @@ Triton kernels in a few launches (mixture_cuda.py). The router and the sum over 
 MLP of 2-D matrices, so any scheme can store it. Latent experts (Nemotron 3) read a narrower product with x, and another
 product leads back; the router and the shared expert read x.
 
-Gemma 4's feed-forward has a dense MLP beside the mixture, each between norms of its own; the router reads the stream through
+Gemma 4's feed-forward has a dense MLP beside the mixture, each with norms before and after it; the router reads the stream through
 a further norm.
 """
 

@@ -1,4 +1,4 @@
-/* A dense MLP and a mixture of experts, each between norms of its own: layers/mixture.py in C. */
+/* A dense MLP and a mixture of experts, each with norms before and after it: layers/mixture.py in C. */
 #include "moe.h"
 
 SHARED struct beside {

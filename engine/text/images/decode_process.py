@@ -1,7 +1,7 @@
 """The process in which images are decoded. Run by decoder.py.
 
 A question is the file and the longest side that is wanted, empty for any; the answer is an empty error, width and height, and
-the rows of RGB, or an error. The bytes come from anybody: whatever they do to the decoders happens to this process.
+the rows of RGB, or an error. The bytes come from clients, so a fault of a decoder ends only this process.
 """
 
 from __future__ import annotations

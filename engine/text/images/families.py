@@ -95,7 +95,7 @@ def _at_the_best_size(tokens: ImageTokens, made: Arrays) -> str:
 
 
 def _shown(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-    """Return how many of an image's pixels a size shows, and how few of its own it wastes."""
+    """Return how many pixels of an image fit a size, and minus the pixels of the size that stay empty."""
     scale = min(columns / width, rows / height)
     shown = min(int(width * scale) * int(height * scale), width * height)
     return shown, shown - rows * columns
