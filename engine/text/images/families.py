@@ -27,14 +27,29 @@ class ImageTokens(NamedTuple):
     spell: Callable[[str], str]  # the token of an id that config.json names
 
     @property
+    def tower(self) -> Values:
+        """Return the settings of the vision tower."""
+        found: Values = self.config["vision_config"]
+        return found
+
+    @property
     def side(self) -> int:
         """Return the pixels of a vector's side."""
-        return int(self.config["vision_config"]["patch_size"] * self.config.get("spatial_merge_size", 1))
+        return int(self.tower["patch_size"] * self.config.get("spatial_merge_size", 1))
 
-    def tile(self, name: str, computed: Callable[[Values, Values], float]) -> str:
-        """Return the tokens of one tile: as many as a file names, or computed of the config and its tower's."""
-        named = self.processor.get(name) or self.config.get(name)
-        return self.token * int(named or computed(self.config, self.config["vision_config"]))
+    @property
+    def is_atomic(self) -> bool:
+        """Return whether the tokens of an image attend to each other both ways."""
+        ways = self.config.get("text_config", {}).get("use_bidirectional_attention")
+        return self.config.get("model_type") == "gemma3" or ways == "vision"
+
+    def count(self, name: str) -> int:
+        """Return how many vectors a tile has, if a file of the processor or the config names it; 0 if none does."""
+        return int(self.processor.get(name) or self.config.get(name) or 0)
+
+
+def _no_options(_: ImageTokens) -> Values:
+    return {}
 
 
 class Family(NamedTuple):
@@ -42,31 +57,52 @@ class Family(NamedTuple):
 
     spelled: Callable[[ImageTokens, Arrays], str]
     mark: str = ""  # the key of config.json with the id that templates write; without one it is the image's token
-    options: Callable[[ImageTokens], Values] = lambda _: {}  # of every call of the image processor
-    is_atomic: Callable[[ImageTokens], bool] = lambda _: False  # its tokens attend to each other both ways
+    options: Callable[[ImageTokens], Values] = _no_options  # of every call of the image processor
 
 
 def grid_of(tokens: ImageTokens, made: Arrays) -> tuple[int, int, int] | None:
     """Return frames, rows and columns of the vectors, where positions have three axes."""
     if "image_grid_thw" not in made:
         return None
-    side = tokens.config["vision_config"]["spatial_merge_size"]
+    side = tokens.tower["spatial_merge_size"]
     frames, rows, columns = map(int, made["image_grid_thw"][0])
     return frames, rows // side, columns // side
 
 
-def _in_rows(tokens: ImageTokens, made: Arrays) -> str:
+def _qwen(tokens: ImageTokens, made: Arrays) -> str:
+    """Return a token a vector."""
+    return tokens.token * prod(grid_of(tokens, made) or ())
+
+
+def _gemma3(tokens: ImageTokens, _: Arrays) -> str:
+    """Return as many tokens for every image, between two marks."""
+    count = tokens.count("image_seq_length") or tokens.config["mm_tokens_per_image"]
+    return f"\n\n{tokens.spell('boi_token_index')}{tokens.token * count}{tokens.spell('eoi_token_index')}\n\n"
+
+
+def _gemma4(tokens: ImageTokens, made: Arrays) -> str:
+    """Return tokens between two marks."""
+    count = int(made["num_soft_tokens_per_image"][0])
+    return f"{tokens.spell('boi_token_id')}{tokens.token * count}{tokens.spell('eoi_token_id')}"
+
+
+def _mistral3(tokens: ImageTokens, made: Arrays) -> str:
     """Return rows with a mark behind each."""
     rows, columns = (int(side) // tokens.side for side in made["image_sizes"][0])
     return "[IMG_BREAK]".join([tokens.token * columns] * rows) + "[IMG_END]"
 
 
-def _in_tiles(tokens: ImageTokens, made: Arrays) -> str:
+def _patches_of_mistral3(tokens: ImageTokens) -> Values:
+    return {"patch_size": tokens.side}
+
+
+def _idefics3(tokens: ImageTokens, made: Arrays) -> str:
     """Return tiles in rows, and the whole image behind them."""
-    around = "<fake_token_around_image>"
-    tile = tokens.tile(
-        "image_seq_len", lambda config, tower: (tower["image_size"] / tower["patch_size"] / config["scale_factor"]) ** 2
+    around, tower = "<fake_token_around_image>", tokens.tower
+    count = tokens.count("image_seq_len") or int(
+        (tower["image_size"] / tower["patch_size"] / tokens.config["scale_factor"]) ** 2
     )
+    tile = tokens.token * count
     rows, columns = (int(np.ravel(made[name])[0]) for name in ("rows", "cols"))
     tiles = "".join(
         "".join(f"{around}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
@@ -75,11 +111,27 @@ def _in_tiles(tokens: ImageTokens, made: Arrays) -> str:
     return f"{tiles}{chr(10) if tiles else ''}{around}<global-img>{tile}{around}"
 
 
-def _at_the_best_size(tokens: ImageTokens, made: Arrays) -> str:
+def _rows_and_columns(_: ImageTokens) -> Values:
+    return {"return_row_col_info": True}
+
+
+def _internvl(tokens: ImageTokens, made: Arrays) -> str:
+    """Return tiles, and the whole image behind them."""
+    tower = tokens.tower
+    count = tokens.count("image_seq_length") or int(
+        (tower["image_size"][0] / tower["patch_size"][0] * tokens.config["downsample_ratio"]) ** 2
+    )
+    return f"<img>{tokens.token * count * int(made['num_patches'][0])}</img>"
+
+
+def _tiles_of_internvl(_: ImageTokens) -> Values:
+    return {"crop_to_patches": True}
+
+
+def _llava_onevision(tokens: ImageTokens, made: Arrays) -> str:
     """Return the whole image, and behind it one of the sizes that tiles make, in rows, without what was padded."""
     height, width = map(int, made["image_sizes"][0])
-    tile = len(tokens.tile("num_image_tokens", lambda _, tower: (tower["image_size"] // tower["patch_size"]) ** 2))
-    tile //= len(tokens.token)
+    tile = tokens.count("num_image_tokens") or (tokens.tower["image_size"] // tokens.tower["patch_size"]) ** 2
     # the least that shows the most of the image
     size = max(tokens.processor["image_grid_pinpoints"], key=lambda size: _shown(height, width, *size))
     rows, columns = (side // made["pixel_values"].shape[-1] * isqrt(tile) for side in size)
@@ -101,40 +153,21 @@ def _shown(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
     return shown, shown - rows * columns
 
 
-_QWEN = Family(lambda tokens, made: tokens.token * prod(grid_of(tokens, made) or ()))
-_IDEFICS = Family(_in_tiles, options=lambda _: {"return_row_col_info": True})
+_QWEN = Family(_qwen)
+_IDEFICS = Family(_idefics3, options=_rows_and_columns)
 # By the model type of config.json.
 FAMILIES: Mapping[str, Family] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
-    "gemma3": Family(
-        lambda tokens, _: (
-            f"\n\n{tokens.spell('boi_token_index')}"
-            f"{tokens.tile('image_seq_length', lambda config, _: config['mm_tokens_per_image'])}"
-            f"{tokens.spell('eoi_token_index')}\n\n"
-        ),
-        mark="boi_token_index",
-        is_atomic=lambda _: True,
-    ),
-    "gemma4": Family(
-        lambda tokens, made: (
-            f"{tokens.spell('boi_token_id')}{tokens.token * int(made['num_soft_tokens_per_image'][0])}"
-            f"{tokens.spell('eoi_token_id')}"
-        ),
-        is_atomic=lambda tokens: tokens.config["text_config"].get("use_bidirectional_attention") == "vision",
-    ),
-    "llava_onevision": Family(_at_the_best_size),
-    "mistral3": Family(_in_rows, options=lambda tokens: {"patch_size": tokens.side}),
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "gemma3": Family(_gemma3, mark="boi_token_index"),
+    "gemma4": Family(_gemma4),
+    "mistral3": Family(_mistral3, options=_patches_of_mistral3),
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
-    "internvl": Family(
-        lambda tokens, made: f"<img>{_internvl_tile(tokens) * int(made['num_patches'][0])}</img>",
-        options=lambda _: {"crop_to_patches": True},
-    ),
+    "internvl": Family(_internvl, options=_tiles_of_internvl),
+    "llava_onevision": Family(_llava_onevision),
 }
-
-
-def _internvl_tile(tokens: ImageTokens) -> str:
-    return tokens.tile(
-        "image_seq_length",
-        lambda config, tower: (tower["image_size"][0] / tower["patch_size"][0] * config["downsample_ratio"]) ** 2,
-    )

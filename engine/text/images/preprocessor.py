@@ -177,7 +177,7 @@ class ImagePreprocessor:
     def spans(self, ids: Sequence[int], images: Sequence[PreparedImage]) -> tuple[Span, ...]:
         """Return where the images of an encoded prompt stand, each from its first token to its last."""
         places = iter([place for place, token_id in enumerate(ids) if token_id == self._token_id])
-        is_atomic, spans = self._family.is_atomic(self._tokens), []
+        is_atomic, spans = self._tokens.is_atomic, []
         for image, _ in images:
             own = list(islice(places, image.num_tokens))
             spans.append(Span(own[0], own[-1] + 1 - own[0], image.digest, is_atomic))
