@@ -364,7 +364,7 @@ class LLM:
             self._limits.check_ids(ids, "prompt")
         elif read.images:
             pictures = self._seen("prompts")
-            prepared = pictures.read(read.images, "prompts")
+            prepared = pictures.read(read.images, "prompts", read.cache_salt)
             ids = self._preprocessor.encode_text(text or "", prepared, add_special_tokens=True)
             read = read._replace(spans=pictures.preprocessor.spans(ids, prepared))
         else:
@@ -464,7 +464,7 @@ class LLM:
         while waiting and len(started) < most:
             job = waiting[0]
             if job.images and not job.request.images:
-                prepared = self._seen("prompts").read(job.images, "prompts")
+                prepared = self._seen("prompts").read(job.images, "prompts", job.request.cache_salt)
                 job.request = replace(job.request, images=tuple([each.image for each in prepared]))
             try:
                 self._engine.submit(replace(job.request, arrival_s=self._engine.clock()))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.core.kv.prefix_cache import chain_root
 from engine.text.fields.chat import ImageSource
 from engine.text.images.decoder import ImageDecoder
 from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage
@@ -35,12 +36,13 @@ class Pictures:
         preprocessor = ImagePreprocessor.of(model, tokenizer, options, limits)
         return None if preprocessor is None else cls(preprocessor, folder)
 
-    def read(self, sources: Sequence[ImageSource], param: str) -> list[PreparedImage]:
+    def read(self, sources: Sequence[ImageSource], param: str, cache_salt: str = "") -> list[PreparedImage]:
         """Return the images of a prompt. Raises InvalidRequestError."""
         self.preprocessor.check_count(len(sources), param)
         decode, read = self._decoder.decode, self._local.read
         pixels = (decode(read(each.url, param), param, longest=each.longest) for each in sources)
-        return [self.preprocessor.prepare(each, param) for each in pixels]
+        root, num = chain_root(cache_salt), len(sources)
+        return [self.preprocessor.prepare(each, param, root=root, num=num) for each in pixels]
 
     def close(self) -> None:
         """End the decoder's process. Idempotent."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,7 @@ FETCH_S = 20.0  # for all of an image, redirects included
 _MAX_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
 _INTERNET = IPv6Network("2000::/3")  # of IPv6; others may lead to private machines, and to those of IPv4
+_RESOLVING = ThreadPoolExecutor(4, "quire-resolving")  # seconds long, and others need the threads of the loop
 _TUNNELS = [IPv6Network(each) for each in ("2001::/32", "2002::/16")]  # to IPv4
 
 
@@ -32,16 +36,19 @@ class MediaFetcher:
         self._hosts = frozenset(host.lower() for host in config.allowed_media_domains)
         self._max_bytes = config.max_body_bytes
 
-    async def fetch(self, url: str, param: str) -> bytes | None:
-        """Return an image of another host; None for an address that names none. Raises InvalidRequestError."""
+    async def fetch(self, url: str, param: str, hold: Callable[[int], None]) -> bytes | None:
+        """Return an image of another host; None for an address that names none. Raises InvalidRequestError.
+
+        Bytes that arrive are counted by `hold`, which may raise OverloadedError.
+        """
         if scheme_of(url) not in _PORTS:
             return None
         try:
-            return await asyncio.wait_for(self._follow(url, param), FETCH_S)
+            return await asyncio.wait_for(self._follow(url, param, hold), FETCH_S)
         except asyncio.TimeoutError:  # not the builtin's before Python 3.11
             raise refused(f"its host did not send it within {FETCH_S:.0f} s", param) from None
 
-    async def _follow(self, url: str, param: str) -> bytes:
+    async def _follow(self, url: str, param: str, hold: Callable[[int], None]) -> bytes:
         import httpx  # few daemons fetch
 
         for _ in range(_MAX_REDIRECTS + 1):
@@ -64,7 +71,7 @@ class MediaFetcher:
                     if answer.has_redirect_location:
                         url = str(address.join(answer.headers["location"]))
                         continue
-                    return await self._content(answer, param)
+                    return await self._content(answer, param, hold)
             except (httpx.HTTPError, UnicodeError) as error:  # the second of a name that it redirects to
                 raise refused(f"its host could not be asked ({type(error).__name__})", param) from None
         raise refused(f"its host redirects more than {_MAX_REDIRECTS} times", param)
@@ -82,11 +89,12 @@ class MediaFetcher:
             )
         return port
 
-    async def _content(self, answer: httpx.Response, param: str) -> bytes:
+    async def _content(self, answer: httpx.Response, param: str, hold: Callable[[int], None]) -> bytes:
         if answer.status_code != 200:
             raise refused(f"its host answers {answer.status_code}", param)
         content = bytearray()
         async for piece in answer.aiter_raw():
+            hold(len(piece))
             content += piece
             if len(content) > self._max_bytes:
                 raise refused(f"it has more than {self._max_bytes} bytes (--max-body-bytes)", param)
@@ -96,7 +104,8 @@ class MediaFetcher:
 async def _resolve(host: str, port: int, param: str) -> str:
     """Return an address of a host whose addresses are all public. Raises InvalidRequestError."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(_RESOLVING, ask)
     except (OSError, UnicodeError):
         raise refused("its host has no address", param) from None
     addresses = [str(address[0]) for *_, address in found]

@@ -200,7 +200,7 @@ class Account:
         self, tenant: Tenant, count_refusal: CountRefusal, clock: Callable[[], float], cache_owner: str = ""
     ) -> None:
         self.tenant = tenant
-        self._cache_owner = cache_owner  # "" is the operator's part of the prefix cache
+        self.cache_owner = cache_owner  # "" is the operator's part of the prefix cache
         self.num_open = 0
         self._count_refusal = count_refusal
         self._clock = clock
@@ -249,7 +249,7 @@ class Account:
 
     def sign(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests with the account's name, weight and cache owner."""
-        name, weight, cache_owner = self.tenant.name, self.tenant.weight, self._cache_owner
+        name, weight, cache_owner = self.tenant.name, self.tenant.weight, self.cache_owner
         return [replace(request, tenant=name, weight=weight, cache_owner=cache_owner) for request in requests]
 
     def charge_prompts(self, requests: Sequence[Request]) -> None:

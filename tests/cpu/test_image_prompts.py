@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -20,12 +22,10 @@ from fastapi.testclient import TestClient
 from PIL import Image as Pillow
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
-from engine.text.images.families import FAMILIES, ImageTokens
 from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage, _most_images
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.tokenizer_files import load_tokenizer
@@ -55,12 +55,16 @@ def tokenizer_of(marks: list[str]) -> Tokenizer:
 
 
 def without_video(kind: Any) -> Any:
-    """A processor without its part for videos, which needs another library."""
+    """A processor without its parts for videos, which needs another library, and for sound."""
 
-    class Still(kind):  # type: ignore[misc]
+    class Seeing(transformers.ProcessorMixin):  # type: ignore[misc]
+        def __init__(self, *parts: Any, **named: Any) -> None:
+            super().__init__(*parts, **{name: part for name, part in named.items() if part is not None})
+
+    class Still(kind, Seeing):  # type: ignore[misc]
         @classmethod
         def get_attributes(cls) -> list[str]:
-            return [name for name in super().get_attributes() if name != "video_processor"]
+            return ["image_processor", "tokenizer"]
 
     Still.__name__ = kind.__name__
     return Still
@@ -106,6 +110,21 @@ def llava(tokenizer: Any) -> Any:
     return kind(images, tokenizer, None, num_image_tokens=16, vision_feature_select_strategy="full")
 
 
+def mistral3(tokenizer: Any) -> Any:
+    """Pixtral's, whose module imports another image processor, which needs another library."""
+    package = "transformers.models.pixtral"
+    with patch.dict(sys.modules, {f"{package}.image_processing_pixtral": MagicMock()}):
+        kind = import_module(f"{package}.processing_pixtral").PixtralProcessor
+    images = transformers.PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 64})
+    return kind(images, tokenizer, patch_size=4, spatial_merge_size=2)
+
+
+def gemma4(tokenizer: Any) -> Any:
+    tokenizer.pad_token = tokenizer.image_token  # it pads, though there is one prompt
+    images = transformers.Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    return without_video(transformers.Gemma4Processor)(None, images, tokenizer, None)
+
+
 PINPOINTS = [[16, 16], [16, 32], [32, 16], [32, 32], [16, 48], [96, 96]]
 TOWER = {"image_size": 16, "patch_size": 4}
 CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str, Any], str, bool]] = {
@@ -131,6 +150,34 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str
         "<start_of_image>",
         True,
     ),
+    "gemma4": (
+        gemma4,
+        ["<|image>", "<|image|>", "<image|>", "<|video|>"],
+        {
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "image_token": "<|image|>",
+            "boa_token": "<",
+            "eoa_token": ">",
+        },
+        {
+            "image_token_id": "<|image|>",
+            "boi_token_id": "<|image>",
+            "eoi_token_id": "<image|>",
+            "text_config": {"use_bidirectional_attention": "vision"},
+            "vision_config": {},
+        },
+        "<|image|>",
+        True,
+    ),
+    "mistral3": (
+        mistral3,
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        {},
+        {"image_token_index": "[IMG]", "vision_config": {"patch_size": 4}, "spatial_merge_size": 2},
+        "[IMG]",
+        False,
+    ),
     "idefics3": (
         idefics3,
         ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *ROWS],
@@ -145,7 +192,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str
         {},
         {"image_token_index": "<image>", "vision_config": TOWER},
         "<image>",
-        False,
+        True,  # or each would be taken for the only one
     ),
     "internvl": (
         internvl,
@@ -174,20 +221,21 @@ def test_ids_are_those_of_transformers(kind: str, size: tuple[int, int], tmp_pat
     theirs = make(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(marks), extra_special_tokens=named or None))
     ours = made(tmp_path, marks, {"model_type": kind, **config}, theirs.image_processor)
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    images = [Pillow.fromarray(pixels), Pillow.fromarray(pixels[:, ::-1].copy())]
-    text = f"Look:\n{mark} and\n\n{mark}\nwhat?"
-    wanted = theirs(images=[images] if is_nested else images, text=[text])
-    prepared = [ours.prepare(np.asarray(image), "messages") for image in images]
-    encode = ours.encoder(text, prepared)
-    assert encode is not None
-    ids = encode(text)
-    assert ids == [int(each) for each in wanted["input_ids"][0]]
+    both = [Pillow.fromarray(pixels), Pillow.fromarray(pixels[:, ::-1].copy())]
     token_id = ours._token_id
+    for images in (both[:1], both):
+        text = "Look:\n" + " and\n\n".join([mark] * len(images)) + "\nwhat?"
+        wanted = theirs(images=[images] if is_nested else images, text=[text])
+        prepared = [ours.prepare(np.asarray(image), "messages", num=len(images)) for image in images]
+        encode = ours.encoder(text, prepared)
+        assert encode is not None
+        ids = encode(text)
+        assert ids == [int(each) for each in wanted["input_ids"][0]]
     for span, (image, _) in zip(ours.spans(ids, prepared), prepared, strict=True):
         assert ids[span.start] == ids[span.end - 1] == token_id
         assert ids[span.start : span.end].count(token_id) == image.num_tokens
-        assert span.is_atomic == (kind == "gemma3")
-        assert kind == "idefics3" or span.length == image.num_tokens
+        assert span.is_atomic == kind.startswith("gemma")
+        assert kind in ("idefics3", "mistral3") or span.length == image.num_tokens
     assert prepared[0].image.digest != prepared[1].image.digest
 
 
@@ -202,22 +250,6 @@ def test_a_token_made_of_two_texts_is_no_place(tmp_path: Path) -> None:
     [span] = ours.spans(encode(text), [image])
     assert span.start >= len("<image_soft_token>")
     assert span.length == 16
-
-
-def spelled(kind: str, config: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
-    spell = {"boi_token_id": "<b>", "eoi_token_id": "<e>"}.__getitem__
-    return FAMILIES[kind].spelled(ImageTokens(config, {}, "[IMG]", spell), arrays)
-
-
-def test_families_whose_processors_need_another_library() -> None:
-    """Theirs of Pixtral cannot be imported here: rows of [IMG], [IMG_BREAK] behind each, [IMG_END] behind the last."""
-    pixtral = {"vision_config": {"patch_size": 4}, "spatial_merge_size": 2}
-    assert spelled("mistral3", pixtral, {"image_sizes": np.array([[16, 24]])}) == (
-        "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"
-    )
-    theirs = SimpleNamespace(boi_token="<b>", eoi_token="<e>", image_token="[IMG]")
-    arrays = {"num_soft_tokens_per_image": [5]}
-    assert spelled("gemma4", {"text_config": {}}, arrays) == Gemma4Processor.replace_image_token(theirs, arrays, 0)
 
 
 TEMPLATE = (

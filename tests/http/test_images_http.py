@@ -264,6 +264,7 @@ class Pages(BaseHTTPRequestHandler):
     """A host of images; what it was asked is in `seen`."""
 
     seen: list[tuple[str, str | None]] = []  # noqa: RUF012
+    go_on = threading.Event()
 
     def do_GET(self) -> None:
         self.seen.append((self.path, self.headers["Cookie"]))
@@ -274,7 +275,9 @@ class Pages(BaseHTTPRequestHandler):
             self.send_header("Set-Cookie", "a=b")
             self.end_headers()
             return
-        content = picture() if kind == "image" else bytes(int(rest)) if kind == "zeros" else b"hello"
+        if kind == "wait":
+            assert self.go_on.wait(PATIENCE_S)
+        content = picture() if kind in ("image", "wait") else bytes(int(rest)) if kind == "zeros" else b"hello"
         self.send_response(404 if kind == "none" else 200)
         self.end_headers()
         self.wfile.write(content)
@@ -289,7 +292,9 @@ def host() -> Iterator[int]:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         Pages.seen = []
+        Pages.go_on.clear()
         yield server.server_port
+        Pages.go_on.set()
         server.shutdown()
         thread.join()
 
@@ -374,6 +379,34 @@ def test_files_below_a_folder(tmp_path: Path, serve: Callable[..., Live]) -> Non
             assert str(tmp_path) not in said
 
 
+# -- tenants ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    (tmp_path / "tenants.yaml").write_text("tenants: [{name: ann, key: ann-key}, {name: bob, key: bob-key}]")
+    return tmp_path / "tenants.yaml"
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_nobody_can_tell_what_images_another_has_sent(
+    serve: Callable[..., Live], tenants: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    """Vectors are kept by digest."""
+    live = serve(template=TEMPLATE, images=preprocessor, place="thread", tenants=tenants, share_prefix_cache=shares)
+    found: list[Request] = []
+    submit = live.engine.submit
+    monkeypatch.setattr(live.engine, "submit", lambda *given: (found.extend(given), submit(*given))[1])
+    asked = [("ann", ""), ("ann", ""), ("bob", ""), ("ann", "salt"), ("bob", "salt"), ("bob", "salt")]
+    for name, salt in asked:
+        with httpx.Client(base_url=live.url, headers={"authorization": f"Bearer {name}-key"}) as client:
+            assert ask(client, part(picture()), cache_salt=salt).status_code == 200
+    digests = [request.images[0].digest for request in found]
+    assert digests == [request.spans[0].digest for request in found]
+    parts = [salt if shares else (name, salt) for name, salt in asked]
+    assert [digests.index(each) for each in digests] == [parts.index(each) for each in parts]
+
+
 # -- bounds ----------------------------------------------------------------------------------------------------------------
 
 
@@ -401,6 +434,42 @@ def test_what_images_take_counts_until_their_requests_end(serve: Callable[..., L
         gc.collect()
         eventually(lambda: reader._held.of("127.0.0.1") == 0)
         assert ask(client, part(picture())).status_code == 200
+
+
+def test_who_fetches_much_holds_up_nobody(
+    host: int, serve: Callable[..., Live], tenants: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = serve(
+        template=TEMPLATE,
+        images=preprocessor,
+        place="thread",
+        tenants=tenants,
+        allowed_media_domains=(f"localhost:{host}",),
+    )
+    monkeypatch.setattr(media, "is_public", lambda _: True)
+    base = f"http://localhost:{host}"
+
+    async def ask_all() -> None:
+        async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE_S) as client:
+
+            def post(key: str, path: str) -> Any:
+                messages = [{"role": "user", "content": [part(f"{base}/{path}")]}]
+                headers = {"authorization": f"Bearer {key}"}
+                body = {"messages": messages, "max_tokens": 1}
+                return asyncio.ensure_future(client.post("/v1/chat/completions", json=body, headers=headers))
+
+            waiting = [post("ann-key", f"wait/{number}") for number in range(12)]
+            await asyncio.to_thread(eventually, lambda: len(Pages.seen) == 4)
+            assert (await post("bob-key", "image")).status_code == 200
+            assert len(Pages.seen) == 5
+            Pages.go_on.set()
+            assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 12
+
+    asyncio.run(ask_all())
+    assert not live.context.model.images._fetches
+    live.context.model.images._held = HeldBytes(50_000)
+    with httpx.Client(base_url=live.url, headers={"authorization": "Bearer ann-key"}) as client:
+        assert "bytes of your images wait" in refusal(ask(client, part(f"{base}/zeros/200000")), 429)
 
 
 def test_a_client_that_leaves_stops_its_image(seeing: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ class Family(NamedTuple):
     spelled: Callable[[ImageTokens, Arrays], str]
     mark: str = ""  # the key of config.json with the id that templates write; without one it is the image's token
     options: Callable[[ImageTokens], Values] = _no_options  # of every call of the image processor
+    is_coarse_in_company: bool = False  # each of several images of a prompt is fewer vectors than one alone
 
 
 def grid_of(tokens: ImageTokens, made: Arrays) -> tuple[int, int, int] | None:
@@ -129,9 +130,14 @@ def _tiles_of_internvl(_: ImageTokens) -> Values:
 
 
 def _llava_onevision(tokens: ImageTokens, made: Arrays) -> str:
-    """Return the whole image, and behind it one of the sizes that tiles make, in rows, without what was padded."""
+    """Return the whole image, and behind it one of the sizes that tiles make, in rows, without what was padded.
+
+    Each of several images is a whole one and a mark.
+    """
     height, width = map(int, made["image_sizes"][0])
     tile = tokens.count("num_image_tokens") or (tokens.tower["image_size"] // tokens.tower["patch_size"]) ** 2
+    if made["batch_num_images"][0] > 1:
+        return tokens.token * (tile + 1)
     # the least that shows the most of the image
     size = max(tokens.processor["image_grid_pinpoints"], key=lambda size: _shown(height, width, *size))
     rows, columns = (side // made["pixel_values"].shape[-1] * isqrt(tile) for side in size)
@@ -169,5 +175,5 @@ FAMILIES: Mapping[str, Family] = {
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
     "internvl": Family(_internvl, options=_tiles_of_internvl),
-    "llava_onevision": Family(_llava_onevision),
+    "llava_onevision": Family(_llava_onevision, is_coarse_in_company=True),
 }

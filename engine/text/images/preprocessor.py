@@ -112,18 +112,24 @@ class ImagePreprocessor:
                 param=param,
             )
 
-    def prepare(self, pixels: NDArray[np.uint8], param: str) -> PreparedImage:
-        """Return an image of rows of RGB. Raises InvalidRequestError for a size that the processor refuses."""
+    def prepare(self, pixels: NDArray[np.uint8], param: str, *, root: bytes = b"", num: int = 1) -> PreparedImage:
+        """Return an image of rows of RGB, one of `num` of a prompt; `root` is of those who share what is cached of it.
+
+        Raises InvalidRequestError for a size that the processor refuses.
+        """
         height, width = pixels.shape[:2]
+        is_coarse = num > 1 and self._family.is_coarse_in_company
         why = f"the model's image processor refuses {width} x {height} pixels"
         with foreign_code(lambda _: refused(why, param), (MemoryError,)):
             made = self._processor(
-                images=[pixels],
+                images=[[pixels, pixels[:1, :1]]] if is_coarse else [pixels],  # one pixel stands for all others
                 input_data_format="channels_last",
                 return_tensors="np",
                 **self._family.options(self._tokens),
             )
-        text, digest = self._family.spelled(self._tokens, made), blake2b(self._options, digest_size=32)
+        if is_coarse:
+            made = {name: array[:1] for name, array in made.items()}
+        text, digest = self._family.spelled(self._tokens, made), blake2b(root + self._options, digest_size=32)
         arrays = {name: np.ascontiguousarray(made[name]) for name in sorted(made.keys() - COUNTS)}
         for name, array in arrays.items():
             digest.update(f"\0{name} {array.dtype} {array.shape}\0".encode())
