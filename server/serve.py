@@ -74,8 +74,6 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until daemon.py handles it: by default it ends the process
     gc.disable()  # objects made at start-up stay: collecting among them took 0.3 s; hide_from_collector enables it
     load_torch_libraries()
-    for notice in settings.notices:
-        log.warning(name_origins(notice, settings))
     if settings.remarks:
         log.info("no effect here: %s", "; ".join(settings.remarks))
     try:

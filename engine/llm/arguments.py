@@ -11,7 +11,7 @@ from engine.core.errors import ClientError, ConfigError, InvalidRequestError
 from engine.llm.params import SamplingParams
 from engine.settings.engine_config import EngineConfig
 from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
-from engine.settings.setting import declared, expand, features
+from engine.settings.setting import declared, expand, names_of
 from engine.system.similar import closest
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def engine_config(path: str, given: Mapping[str, Any]) -> EngineConfig:
     An argument of vLLM means what its flag means to `quire serve`: another setting, no effect, or a refusal with the reason.
     """
     settings = declared(EngineConfig)
-    known = [each.name for each in settings if not each.setting.feature] + list(features(settings))
+    known = names_of(settings)
     flags = {name: _plain(value) for name, value in given.items() if value is not None}
     own, foreign = split_file(flags, known)
     translated = translate([each._replace(flag=each.flag.removeprefix("--").replace("-", "_")) for each in foreign])
@@ -39,15 +39,12 @@ def engine_config(path: str, given: Mapping[str, Any]) -> EngineConfig:
     for name, value in together.items():
         if name == "quantization" and value in IN_CHECKPOINT:
             translated.remarks.append(f"quantization {value} ({OF_CHECKPOINT})")
-        expanded, notices = expand(settings, {name: known_value(name, value)})
-        values.update(expanded)
-        for notice in notices:
-            logger.warning(notice)
+        if name not in known:
+            raise ConfigError(_unknown(name, known))
+        values.update(expand(settings, name, known_value(name, value)))
     for each in settings:
         if each.setting.is_auto and values.get(each.name) == "auto":
             values[each.name] = None
-    for name in values.keys() - {each.name for each in settings}:
-        raise ConfigError(_unknown(name, known))
     if translated.remarks:
         logger.info("no effect here: %s", "; ".join(translated.remarks))
     try:

@@ -77,10 +77,7 @@ def section(group: str) -> Callable[..., Any]:
 
 
 def feature(name: str, group: str) -> Callable[..., Any]:
-    """Return a function that declares keys of the JSON setting `name`: key, default, unit, help, further `Setting` fields.
-
-    The field's own name stays valid as a flag, variable and YAML key for one release; `expand` says so.
-    """
+    """Return a function that declares keys of the JSON setting `name`: key, default, unit, help, further `Setting` fields."""
     declare = section(group)
 
     def declare_key(key: str, default: Any, unit: str, text: str, **more: Any) -> Any:
@@ -189,32 +186,18 @@ def features(settings: Iterable[Declared]) -> dict[str, dict[str, Declared]]:
     return found
 
 
-def expand(settings: Iterable[Declared], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return `given` with JSON settings replaced by the settings in them, and a notice for each old spelling.
-
-    Names that nothing declares are left as they are. Raises ConfigError for a JSON setting that is malformed.
-    """
-    known = features(settings)
-    keys = {each.name: each for own in known.values() for each in own.values()}
-    values: dict[str, Any] = {}
-    for name in known.keys() & given.keys():
-        flag = to_flag(name)
-        for key, value in read_object(flag, given[name]).items():
-            if key not in known[name]:
-                raise unknown_key(flag, key, known[name])
-            values[known[name][key].name] = value
-    old = [keys[name] for name in given if name in keys]
-    notices = [
-        f"{to_flag(each.name)} is deprecated and goes with the next release; write {to_flag(each.setting.feature)} "
-        f"'{json.dumps({each.setting.key: _in_json(given[each.name])}, default=str)}'."
-        for each in old
-    ]
-    return values | {name: value for name, value in given.items() if name not in known}, notices
+def names_of(settings: Sequence[Declared]) -> list[str]:
+    """Return the names that users write: JSON settings instead of their keys."""
+    return [each.name for each in settings if not each.setting.feature] + list(features(settings))
 
 
-def _in_json(value: object) -> object:
-    """Return a value as JSON has it: a number instead of its text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+def expand(settings: Iterable[Declared], name: str, value: Any) -> dict[str, Any]:
+    """Return a setting and its value, or those that a JSON setting consists of. Raises ConfigError for a malformed one."""
+    keys = features(settings).get(name)
+    if keys is None:
+        return {name: value}
+    given = read_object(to_flag(name), value)
+    for key in given:
+        if key not in keys:
+            raise unknown_key(to_flag(name), key, keys)
+    return {keys[key].name: item for key, item in given.items()}

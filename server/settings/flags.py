@@ -18,8 +18,8 @@ from pydantic_core import ErrorDetails
 
 from engine.core.errors import ConfigError
 from engine.settings.foreign import SPELLINGS, narrower, refuse, split, unread_variables
-from engine.settings.setting import Declared, describe, fault, features, to_flag
-from server.settings.settings import DECLARED, ENV_PREFIX, Settings, Sources, names_of, read_sources, suggestion
+from engine.settings.setting import Declared, describe, fault, features, names_of, to_flag
+from server.settings.settings import DECLARED, ENV_PREFIX, Settings, Sources, read_sources, suggestion
 
 GROUPS = (  # the headings of --help, in order
     "Model",
@@ -53,7 +53,7 @@ class _Help(argparse.Action):
         self, parser: argparse.ArgumentParser, _namespace: object, word: Any, _option: object = None
     ) -> NoReturn:
         word = word or ""
-        if word and not any(_is_shown(each, word) for each in DECLARED) and not _names_feature(word):
+        if word not in ("", _ALL) and not any(_names(name, word) for name in names_of(DECLARED)):
             raise ConfigError(f"No setting has {word!r} in its name; `quire serve --help=all` lists them.")
         make_parser(shown=word).print_help()
         parser.exit()
@@ -86,22 +86,18 @@ def make_parser(settings: Iterable[Declared] = DECLARED, shown: str = _ALL) -> a
         section = parser.add_argument_group(group)
         own = [each for each in settings if each.setting.group == group]
         for each in own:
-            _add_option(section, each, shown)
+            if not each.setting.feature:
+                _add_option(section, each, shown)
         for name in dict.fromkeys(each.setting.feature for each in own if each.setting.feature):
             keys = [f"{key}, {each.setting.help} [{default_of(each)}]" for key, each in known[name].items()]
-            is_shown = shown == _ALL or bool(shown and shown.replace("_", "-") in to_flag(name))
-            text = _escape("; ".join(keys)) if is_shown else argparse.SUPPRESS
+            text = _escape("; ".join(keys)) if shown and _names(name, shown) else argparse.SUPPRESS
             section.add_argument(to_flag(name), metavar="JSON", help=text)
     return parser
 
 
-def _is_shown(each: Declared, word: str) -> bool:
-    return word == _ALL or (word.replace("_", "-") in to_flag(each.name) if word else each.setting.is_essential)
-
-
-def _names_feature(word: str) -> bool:
-    """Return whether a setting that takes JSON has the word in its flag."""
-    return any(word.replace("_", "-") in to_flag(name) for name in features(DECLARED))
+def _names(name: str, word: str) -> bool:
+    """Return whether a setting's flag has the word in it; all have `_ALL`."""
+    return word == _ALL or word.replace("_", "-") in to_flag(name)
 
 
 def _add_option(section: argparse._ArgumentGroup, each: Declared, shown: str) -> None:
@@ -111,10 +107,9 @@ def _add_option(section: argparse._ArgumentGroup, each: Declared, shown: str) ->
     if len(setting.choices) > _MANY_CHOICES:
         metavar = "NAME"
         text += f"; one of {', '.join(setting.choices)}" if shown else "; --help=all lists them"
-    text = _escape(f"{text} [default: {default_of(each)}]") if _is_shown(each, shown) else argparse.SUPPRESS
-    if setting.feature:  # the old spelling of a JSON setting's key
-        section.add_argument(flag, help=argparse.SUPPRESS)
-    elif each.name == "model":
+    is_shown = _names(each.name, shown) if shown else setting.is_essential
+    text = _escape(f"{text} [default: {default_of(each)}]") if is_shown else argparse.SUPPRESS
+    if each.name == "model":
         section.add_argument(each.name, nargs="?", metavar=metavar, help=text)
     elif bool in (each.type, *get_args(each.type)):
         section.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
@@ -156,7 +151,6 @@ def load_settings(argv: Sequence[str]) -> Settings:
         if wanted := fault(each, value):
             raise ConfigError(f"{each.spelling} is {describe(value)}{_set_by(each.name, sources.origins)}; {wanted}.")
     settings.origins.update(sources.origins)
-    settings.notices.extend(sources.notices)
     settings.remarks.extend([*sources.remarks, *narrower(settings)])
     if unread := unread_variables(os.environ):
         settings.remarks.append(f"{', '.join(unread)} (variables of other servers; Quire's begin with {ENV_PREFIX})")
@@ -205,10 +199,6 @@ _WANTED = {
 def _sentence(error: ErrorDetails, sources: Sources) -> str:
     """Return the sentence for a fault that pydantic found."""
     name = str(error["loc"][0])
-    if error["type"] == "extra_forbidden":
-        key = name.replace("_", "-")
-        hint = suggestion(key, [known.replace("_", "-") for known in names_of(DECLARED)])
-        return f"{sources.origins[name]} sets {key!r}, which is not a setting of Quire{hint or '; remove it.'}"
     each = next(each for each in DECLARED if each.name == name)
     value = "not understood" if each.setting.is_secret else repr(error["input"])
     wanted = f"it must be {_WANTED[error['type']]}" if error["type"] in _WANTED else error["msg"]

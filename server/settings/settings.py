@@ -32,7 +32,7 @@ from engine.settings.foreign import (
     split_file,
     translate,
 )
-from engine.settings.setting import Declared, check_conflicts, declared, expand, features
+from engine.settings.setting import Declared, check_conflicts, declared, expand, names_of
 from engine.system.similar import closest
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
@@ -163,21 +163,15 @@ _Model: Any = make_model(DECLARED)
 
 
 class Settings(_Model):  # type: ignore[misc]  # its fields are those of DECLARED
-    """All settings, as attributes by their names. `origins` and `notices` are filled by `load_settings`."""
+    """All settings, as attributes by their names. `origins` and `remarks` are filled by `load_settings`."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
-    _notices: list[str] = PrivateAttr(default_factory=list)
     _remarks: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def origins(self) -> dict[str, str]:
         """Return the variable or file that set each setting; "" for the command line."""
         return self._origins
-
-    @property
-    def notices(self) -> list[str]:
-        """Return a sentence for each old spelling that was used."""
-        return self._notices
 
     @property
     def remarks(self) -> list[str]:
@@ -219,7 +213,6 @@ class Sources(NamedTuple):
 
     values: dict[str, Any]
     origins: dict[str, str]  # "" for the command line
-    notices: list[str]
     remarks: list[str]
     faults: list[str]  # a sentence for each flag or value that is refused
 
@@ -232,15 +225,16 @@ def read_sources(
     Raises ConfigError for a file or a variable that cannot be read; what is refused is in `faults`.
     """
     settings = tuple(settings)
+    names = names_of(settings)
     variables = _read_variables(settings, environ)
     given = {name: value for name, (_, value) in variables.items()}
     translated = translate(foreign)
     flags = check_same(translated, flags)
-    found = Sources({}, {}, [], translated.remarks, translated.faults)
+    found = Sources({}, {}, translated.remarks, translated.faults)
     config = {**given, **flags}.get("config")
     file: dict[str, Any] = {}
     if config:
-        file, in_file = split_file(read_config_file(Path(config)), names_of(settings))
+        file, in_file = split_file(read_config_file(Path(config)), names)
         translated = translate(in_file)
         file = check_same(translated, file)
         found.remarks.extend(translated.remarks)
@@ -261,17 +255,16 @@ def read_sources(
             except ConfigError as error:
                 found.faults.append(str(error))
                 continue
-            expanded, notices = expand(settings, {name: value})
+            if name not in names:
+                key = name.replace("_", "-")
+                hint = suggestion(key, [known.replace("_", "-") for known in names])
+                raise ConfigError(
+                    f"{origins[name]} sets {key!r}, which is not a setting of Quire{hint or '; remove it.'}"
+                )
+            expanded = expand(settings, name, value)
             found.values.update(expanded)
             found.origins.update(dict.fromkeys(expanded, origins[name]))
-            found.notices.extend(notices)
     return found
-
-
-def names_of(settings: Iterable[Declared]) -> list[str]:
-    """Return the names that users write: JSON settings instead of their keys."""
-    settings = tuple(settings)
-    return [each.name for each in settings if not each.setting.feature] + list(features(settings))
 
 
 def _is_protective(each: Declared) -> bool:
@@ -281,14 +274,14 @@ def _is_protective(each: Declared) -> bool:
 def _read_variables(settings: tuple[Declared, ...], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the variables of Quire that are set, and their values, by setting."""
     protective = {each.name for each in settings if _is_protective(each)}
-    known = {each.name for each in settings} | set(names_of(settings))
+    known = names_of(settings)
     found: dict[str, tuple[str, str]] = {}
     for variable, value in environ.items():
         if not variable.upper().startswith(ENV_PREFIX):
             continue
         name = variable.upper().removeprefix(ENV_PREFIX).lower()
         if name not in known:
-            hint = suggestion(variable.upper(), [ENV_PREFIX + each.upper() for each in names_of(settings)])
+            hint = suggestion(variable.upper(), [ENV_PREFIX + each.upper() for each in known])
             raise ConfigError(f"The variable {variable} is not a setting of Quire{hint or '; unset it.'}")
         if name in protective and not value.strip():
             raise ConfigError(

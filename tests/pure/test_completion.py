@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.settings.setting import to_flag
+from engine.settings.setting import names_of, to_flag
 from server.cli import COMMANDS
 from server.completion import SHELLS, main
 from server.settings.flags import make_parser
-from server.settings.settings import DECLARED, names_of
+from server.settings.settings import DECLARED
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:

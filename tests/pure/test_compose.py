@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from server.settings.settings import DECLARED, ENV_PREFIX, names_of
+from engine.settings.setting import names_of
+from server.settings.settings import DECLARED, ENV_PREFIX
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

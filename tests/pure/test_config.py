@@ -16,14 +16,14 @@ import pytest
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.llm.arguments import engine_config
 from engine.settings.engine_config import EngineConfig, LoraModule
-from engine.settings.setting import declared, to_flag
+from engine.settings.setting import declared, names_of, to_flag
 from engine.settings.setting import fault as fault_of
 from engine.sources.model_source import find_model
 from server.settings.app_config import AppConfig
 from server.settings.files import read_yaml
 from server.settings.flags import GROUPS, load_settings, make_parser, name_origins
 from server.settings.serve_config import ServeConfig
-from server.settings.settings import DECLARED, Settings, make_model, names_of, read_sources
+from server.settings.settings import DECLARED, Settings, make_model, read_sources
 from tests.examples.setting import ExampleConfig
 
 ROOT = Path(__file__).parents[2]
@@ -387,15 +387,15 @@ def _transfer(**keys: object) -> list[str]:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--role", "decode"], "needs prefill_url"),
-        (["--prefill-url", "http://a"], "is for the role decode"),
-        (["--role", "decode", "--prefill-url", "a:1"], r"must be like http"),
-        (["--role", "decode", "--prefill-url", "http://[::1"], r"must be like http"),
+        (_transfer(role="decode"), "needs prefill_url"),
+        (_transfer(prefill_url="http://a"), "is for the role decode"),
+        (_transfer(role="decode", prefill_url="a:1"), r"must be like http"),
+        (_transfer(role="decode", prefill_url="http://[::1"), r"must be like http"),
         (
-            ["--role", "decode", "--prefill-url", "http://a", "--kv-offload-gib", "1"],
+            [*_transfer(role="decode", prefill_url="http://a"), "--kv-offload-config", '{"host_gib": 1}'],
             "does not go with --kv-offload-config",
         ),
-        (["--role", "decode", "--prefill-url", "http://a", "--swap-space", "1"], "does not go with --swap-space"),
+        ([*_transfer(role="decode", prefill_url="http://a"), "--swap-space", "1"], "does not go with --swap-space"),
         (_transfer(role="prefill", listen="0.0.0.0:1", key="k"), "name the one that decode daemons reach as host"),
         (_transfer(role="prefill", listen="10.0.0.1:1"), "set key, or --api-key"),
         (_transfer(role="prefill", listen="10.0.0.1"), "must be like 10.0.0.5:5600"),
@@ -417,7 +417,7 @@ def test_what_is_set_reaches_the_engine() -> None:
     assert settings.app_config("here", "name").served_model_names == ("name",)
 
 
-# -- JSON settings of several keys, and their keys' old spellings -------------------------------------------------------
+# -- JSON settings of several keys ----------------------------------------------------------------------------------------
 
 OFFLOAD = '{"host_gib": 2, "folder": "/x"}'
 
@@ -435,7 +435,6 @@ def test_a_json_setting_is_understood_from_everywhere(tmp_path: Path, monkeypatc
     ):
         made = settings.engine_config("m")
         assert (made.kv_offload_gib, made.kv_offload_dir, made.kv_offload_disk_gib) == (2.0, "/x", 8.0)
-        assert settings.notices == []
 
 
 def test_keys_from_several_sources_are_combined(tmp_path: Path) -> None:
@@ -445,15 +444,13 @@ def test_keys_from_several_sources_are_combined(tmp_path: Path) -> None:
     assert (made.kv_offload_gib, made.kv_offload_dir) == (3.0, "/x")
 
 
-def test_an_old_spelling_works_and_names_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_no_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fault("--kv-offload-gib", "2").startswith("--kv-offload-gib is not an argument of `quire serve`; ")
+    file = tmp_path / "quire.yaml"
+    file.write_text("kv_offload_dir: /x\n")
+    assert fault("--config", str(file)) == f"{file} sets 'kv-offload-dir', which is not a setting of Quire; remove it."
     monkeypatch.setenv("QUIRE_KV_OFFLOAD_DIR", "/x")
-    settings = load_settings(["--kv-offload-gib", "2"])
-    made = settings.engine_config("m")
-    assert (made.kv_offload_gib, made.kv_offload_dir) == (2.0, "/x")
-    assert settings.notices == [
-        '--kv-offload-dir is deprecated and goes with the next release; write --kv-offload-config \'{"folder": "/x"}\'.',
-        "--kv-offload-gib is deprecated and goes with the next release; write --kv-offload-config '{\"host_gib\": 2.0}'.",
-    ]
+    assert fault().startswith("The variable QUIRE_KV_OFFLOAD_DIR is not a setting of Quire")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 
 from engine.core.errors import ConfigError
 from engine.settings.foreign import PROGRAMS, VALUES, Takes, known_value
-from engine.settings.setting import to_flag
+from engine.settings.setting import names_of, to_flag
 from server.settings.flags import load_settings
-from server.settings.settings import DECLARED, Settings, names_of
+from server.settings.settings import DECLARED, Settings
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 from engine.core.errors import ConfigError
+from engine.settings.setting import names_of
 from server.settings.flags import load_settings
-from server.settings.settings import DECLARED, ENV_PREFIX, names_of
+from server.settings.settings import DECLARED, ENV_PREFIX
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy/kubernetes"

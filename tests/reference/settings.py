@@ -13,8 +13,7 @@ _HEAD = f"""# Settings
 Made from the code by `python -m tests.reference`; a test compares them, so this page describes this version.
 
 Each can be given as a flag, as a variable (`--max-num-seqs` is `{ENV_PREFIX}MAX_NUM_SEQS`) or in the YAML file of `--config`
-(`max-num-seqs: 64`). A flag wins over a variable, a variable over the file. Keys of JSON settings stand below their setting, with
-the flags that they replace; those still work in this release, and a warning names the new spelling.
+(`max-num-seqs: 64`). A flag wins over a variable, a variable over the file. Keys of JSON settings stand below their setting.
 """
 
 
@@ -32,7 +31,7 @@ def settings_section() -> Iterator[str]:
         for name in dict.fromkeys(each.setting.feature for each in own if each.setting.feature):
             yield f"| `{to_flag(name)}` | JSON | | |"
             for key, each in known[name].items():
-                yield _row(f"– `{key}` (was `{to_flag(each.name)}`)", each)
+                yield _row(f"– `{key}`", each)
         yield ""
 
 
