@@ -266,12 +266,8 @@ def _load(plan: _Plan, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer, Im
             return engine, tokenizer, None
         from engine.text.images.preprocessor import ImagePreprocessor  # transformers' part for images
 
-        app, folder = plan.app, Path(plan.engine.model)
-        return (
-            engine,
-            tokenizer,
-            ImagePreprocessor.of(folder, tokenizer, app.mm_processor_kwargs, app.limit_mm_per_prompt),
-        )
+        model, wishes = Path(plan.engine.model), (plan.app.mm_processor_kwargs, plan.app.limit_mm_per_prompt)
+        return engine, tokenizer, ImagePreprocessor.of(model, tokenizer, *wishes, plan.engine.mmproj)
 
 
 def _load_beside(plan: _Plan, startup: StartupProgress, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer]:

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from engine.core.errors import ModelLoadError
 from engine.files.gguf_header import part_names
+from engine.files.mmproj import preference
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -82,6 +83,13 @@ def gguf_files(names: Sequence[str], tag: str | None, subject: str) -> list[str]
         asked = f"has no GGUF file for {tag!r}" if tag else "has no GGUF file of a language model"
         raise ModelLoadError(f"{subject} {asked}; it holds {held:.600}.")
     return part_names(models[0])
+
+
+def mmproj_files(names: Iterable[str], model: str) -> list[str]:
+    """Return the vision half in the folder of a GGUF file, as a list of one name or none."""
+    folder = PurePosixPath(model).parent
+    halves = [path for path in map(PurePosixPath, names) if "mmproj" in path.name and path.suffix == ".gguf"]
+    return [str(path) for path in sorted(halves, key=lambda path: preference(path.name)) if path.parent == folder][:1]
 
 
 def _gguf(names: Iterable[str]) -> list[str]:

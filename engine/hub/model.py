@@ -20,6 +20,7 @@ from engine.hub.files import (
     LORA_WEIGHTS,
     gguf_files,
     is_folder,
+    mmproj_files,
     small_files,
     split_tag,
     weight_files,
@@ -102,10 +103,11 @@ class HubModel:
             raise ModelLoadError(sentence(error, self.repo, self._store)) from None
         yield Beginning(f"{self.repo}/{first}", bytes(content))
 
-    def fetch(self, report: ReportProgress, *, weights: bool = True) -> Path:
+    def fetch(self, report: ReportProgress, *, weights: bool = True, images: bool = False) -> Path:
         """Return the local folder or .gguf file, fetching what is missing. Raises ModelLoadError.
 
-        Without `weights`, a folder's configuration and tokenizer suffice.
+        Without `weights`, a folder's configuration and tokenizer suffice. With `images`, the vision half beside a .gguf file
+        is fetched, too.
         """
         names = list(self._listing.files)
         if self.is_folder:
@@ -114,6 +116,7 @@ class HubModel:
         else:
             wanted = gguf_files(names, self._tag, self._subject)
             path = self._folder / wanted[0]
+            wanted += mmproj_files(names, wanted[0]) if images else ()
         self._fetch(wanted, report)
         if not self._listing.is_cached:
             self._note_commit()

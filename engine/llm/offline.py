@@ -127,7 +127,7 @@ class LLM:
             if built.facts.takes_images:
                 from engine.llm.pictures import Pictures  # and transformers' part for images
 
-                wishes = mm_processor_kwargs, limit_mm_per_prompt
+                wishes = mm_processor_kwargs, limit_mm_per_prompt, config.mmproj
                 self._pictures = Pictures.of(Path(config.model), text, *wishes, folder=allowed_local_media_path)
             undo.pop_all()
         self._engine = built

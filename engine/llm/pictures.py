@@ -29,11 +29,12 @@ class Pictures:
         tokenizer: TextTokenizer,
         options: Mapping[str, Any] | None,
         limits: Mapping[str, Any] | None,
+        mmproj: str | None,
         *,
         folder: str | None,
     ) -> Pictures | None:
-        """Return what reads the images of a model's folder; None if it has no image processor that can be used."""
-        preprocessor = ImagePreprocessor.of(model, tokenizer, options, limits)
+        """Return what reads the images of a model; None if it has no image processor that can be used."""
+        preprocessor = ImagePreprocessor.of(model, tokenizer, options, limits, mmproj)
         return None if preprocessor is None else cls(preprocessor, folder)
 
     def read(self, sources: Sequence[ImageSource], param: str, cache_salt: str = "") -> list[PreparedImage]:

@@ -56,6 +56,13 @@ class EngineConfig:
     hf_overrides: Mapping[str, Any] | None = _model(
         None, "JSON", "keys of the model's config.json and other values for them", unset="none"
     )
+    mmproj: str | None = _model(
+        None,
+        "FILE",
+        "the vision half of a GGUF model",
+        unset="a fitting mmproj*.gguf beside the model",
+        short="-mm",
+    )
     load_format: str = _model(
         "auto", "", "where weights come from; dummy makes random ones", choices=("auto", *FORMATS)
     )
@@ -315,6 +322,7 @@ class EngineConfig:
             max_model_len=None,
             load_format=self.load_format if self.load_format == "dummy" else "auto",
             hf_overrides=None,
+            mmproj=None,
             lora_modules=(),
             max_loras=None,
             allow_runtime_lora_updating=False,

@@ -15,6 +15,7 @@ from typing import Any
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
 from engine.files.hf_config import HFConfig
+from engine.files.mmproj import find_mmproj
 from engine.runtime.weights.safetensors import read_config
 from engine.settings.engine_config import EngineConfig
 from engine.settings.setting import read_object
@@ -57,14 +58,17 @@ def complete(config: EngineConfig) -> EngineConfig:
 def fetch_models(config: EngineConfig, report: Callable[[Progress], None]) -> EngineConfig:
     """Return complete settings with local paths for model, draft and adapters, fetched if they are ids. Raises ModelLoadError."""
 
-    def fetch_one(config: EngineConfig) -> str:
+    def fetch_one(config: EngineConfig, *, images: bool = False) -> str:
         weights = config.load_format != "dummy"
-        return str(fetch(config.model, config.revision, config.download_dir, report, weights=weights))
+        return str(fetch(config.model, config.revision, config.download_dir, report, weights=weights, images=images))
 
     config = fetch_adapters(complete(config), report)
-    path, draft = fetch_one(config), config.speculation
+    looks = config.mmproj is None and config.image_cache_memory > 0
+    path, draft = fetch_one(config, images=looks), config.speculation
     if path != config.model:
         config = replace(config, model=path)
+    if looks and (beside := find_mmproj(Path(path))):
+        config = replace(config, mmproj=str(beside))
     if draft is None or draft.model is None:
         return config
     with naming_draft():

@@ -61,17 +61,18 @@ def fetch(
     report: Callable[[Progress], None] = lambda _: None,
     *,
     weights: bool = True,
+    images: bool = False,
 ) -> Path:
     """Return the local folder or file of a model, fetched from the hub if it is an id. Raises ModelLoadError.
 
-    Without `weights` only configuration and tokenizer are fetched.
+    Without `weights` only configuration and tokenizer are fetched; with `images` the vision half of a GGUF file is, too.
     """
     path = local_path(model)
     if path is not None:
         return path
     from engine.hub.model import open_model
 
-    return open_model(model, revision, download_dir).fetch(report, weights=weights)
+    return open_model(model, revision, download_dir).fetch(report, weights=weights, images=images)
 
 
 def check_tokenizer_source(source: str) -> None:

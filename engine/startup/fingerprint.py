@@ -46,6 +46,7 @@ class ModelContent:
             asked.append(config.of_draft(drafts))
         checkpoints = [open_checkpoint(each.load_format, Path(each.model), each.seed) for each in asked]
         self._files = [[*each.files] for each in checkpoints]
+        self._files[0] += [Path(config.mmproj)] if config.mmproj else []
         self._digests = FileDigests(path for files in self._files for path in files)
         self._settings = [
             {

@@ -84,7 +84,7 @@ def _check_one(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:
         return _check_remote(config, has_tokenizer=has_tokenizer)
     if path.is_dir():
         check_entries(path)
-    checkpoint = open_checkpoint(config.load_format, path)
+    checkpoint = open_checkpoint(config.load_format, path, mmproj=config.mmproj)
     facts = _facts(config, checkpoint, path)
     checkpoint.check()
     if facts.config is None:

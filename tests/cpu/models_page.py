@@ -15,6 +15,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from engine.files.formats import FORMATS
+from engine.files.mmproj import PROJECTORS
 from engine.files.quant_config import READERS
 from engine.runtime.models.config_file import BOTH_WAYS, TOWERS
 from engine.runtime.models.families import FAMILIES, family_of
@@ -75,7 +76,8 @@ Of checkpoints that take images or sound, too, the text is served, and the start
 _IMAGES = """
 ## Images
 
-[Images](guides/images.md) are taken by these kinds of checkpoints, from safetensors: {towers}. The tower and the image processor
+[Images](guides/images.md) are taken by these kinds of checkpoints, from safetensors: {towers}. From GGUF, with the vision half
+in a second file: {halves}. The tower and the image processor
 are transformers' own. Where tokens of an image attend both ways ({both_ways}, as the config says), a GPU needs `--attention-backend torch`. All other models
 refuse requests with images.
 """
@@ -127,7 +129,7 @@ def page() -> str:
         _OTHERS + _listed(_adapted()) + ".",
         _WRAPPED.format(names=_listed(test_served_models.WRAPPERS)).rstrip("\n"),
         _FEATURES.format(features=_listed(FEATURES), state=state),
-        _IMAGES.format(towers=_listed(TOWERS), both_ways=_listed(BOTH_WAYS)).rstrip("\n"),
+        _IMAGES.format(towers=_listed(TOWERS), both_ways=_listed(BOTH_WAYS), halves=_halves()).rstrip("\n"),
     ]
     parts += [_GGUF.format(architectures=_listed(ARCHITECTURES)), *map(_row, _types())]
     parts += [_STORED, *map(_row, _methods())]
@@ -169,6 +171,11 @@ def _families(state: str) -> Iterator[Sequence[str]]:
 
 def _type_of(case: Case) -> str:
     return str(case.build().model_type)
+
+
+def _halves() -> str:
+    """Return the projector types of vision halves, with the kinds of models."""
+    return ", ".join(f"`{name}` ({_listed(sorted({*row.kinds.values()}))})" for name, row in PROJECTORS.items())
 
 
 def _adapted() -> list[str]:

@@ -114,6 +114,8 @@ def test_a_gguf_file_is_fetched_by_its_tag_and_a_split_one_whole(hub: FakeHub) -
     hub.repos["org/m-GGUF"] = {**CONFIG, "m-Q4_K_M.gguf": WEIGHTS, **parts, "mmproj-m-Q8_0.gguf": b"vision"}
     assert fetch("org/m-GGUF:q4_k_m").read_bytes() == WEIGHTS
     assert hub.named("org/m-GGUF") == ["m-Q4_K_M.gguf"]
+    both = fetch("org/m-GGUF:q4_k_m", images=True)
+    assert (both.read_bytes(), (both.parent / "mmproj-m-Q8_0.gguf").read_bytes()) == (WEIGHTS, b"vision")
     first = fetch("org/m-GGUF:Q8_0")
     assert first.name == "m-Q8_0-00001-of-00003.gguf"
     assert sorted(path.read_bytes()[0] for path in first.parent.iterdir()) == [1, 2, 3]

@@ -94,12 +94,13 @@ def _attends_as_wanted(config: EngineConfig, checkpoint: Checkpoint, device: tor
 
 def load_vision(config: EngineConfig, model: CausalLM, device: torch.device, report: ReportProgress) -> Tower | None:
     """Load the vision tower of the checkpoint that a model was loaded from, if it has one. Raises ModelLoadError."""
-    checkpoint = open_checkpoint(config.load_format, Path(config.model), config.seed)
+    checkpoint = open_checkpoint(config.load_format, Path(config.model), config.seed, config.mmproj)
     whole = override(checkpoint.config, config.hf_overrides)
     checkpoint.config = servable(checkpoint.config, config.hf_overrides)
     if not (isinstance(model, Decoder) and sees_images(config, checkpoint, device)):
         return None
-    report(Progress("vision", f"the tower of {checkpoint.config.text('text_of')}"))
+    named = "" if config.mmproj is None else f", in {config.mmproj}"
+    report(Progress("vision", f"the tower of {checkpoint.config.text('text_of')}{named}"))
     with TRANSFORMERS:
         from engine.runtime.models.tower import load_tower  # transformers' model code takes seconds to import
 
@@ -128,7 +129,7 @@ def _open(
     """
     path = Path(config.model)
     file_format = choose_format(config.load_format, path)
-    checkpoint = open_checkpoint(config.load_format, path, config.seed)
+    checkpoint = open_checkpoint(config.load_format, path, config.seed, config.mmproj)
     model = servable(checkpoint.config, config.hf_overrides)
     if num_more_layers:
         num_layers = model.size("num_hidden_layers") + num_more_layers

@@ -25,6 +25,8 @@ from engine.system.calls import foreign_code
 
 log = logging.getLogger("quire.engine")
 
+_NEEDED = ("model_type", "hidden_size", "rms_norm_eps")  # by projectors, of the language model's settings
+
 
 class Tower:
     """The tower of one checkpoint."""
@@ -67,12 +69,11 @@ class Tower:
 def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower:
     """Build and fill the tower of a checkpoint; `config` is the whole model's. Raises ModelLoadError."""
     values, source = dict(config.values), config.source
-    # Its language model is left without layers; the projector needs its width.
+    # Its language model is left without layers.
     fewest = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": None}
     values |= {"audio_config": None} if "audio_config" in values else {}
     if "text_config" in values:
-        text = {key: value for key, value in values["text_config"].items() if key != "per_layer_config"}
-        values["text_config"] = {**text, **fewest}
+        values["text_config"] = {key: value for key, value in values["text_config"].items() if key in _NEEDED} | fewest
     else:
         values |= fewest
     verbosity = transformers_logging.get_verbosity()

@@ -53,6 +53,8 @@ class Checkpoint:
         None  # the settings of packed modules; None for plain weights, and for GGUF's rows
     )
 
+    tower: Sequence[StoredTensor] = ()  # of a vision half in another file
+
     def check(self) -> None:
         """Raise ModelLoadError for weights that cannot be opened; without torch."""
 
@@ -81,12 +83,17 @@ class Checkpoint:
 
     def towers(self) -> Sequence[StoredTensor]:
         """Return the tensors beside those of the language model, under the names in the files."""
-        return ()
+        return self.tower
 
 
-def open_checkpoint(load_format: str, path: Path, seed: int = 0) -> Checkpoint:
-    """Return the checkpoint at a path, its config read; `seed` is of random weights. Raises ModelLoadError."""
+def open_checkpoint(load_format: str, path: Path, seed: int = 0, mmproj: str | None = None) -> Checkpoint:
+    """Return the checkpoint at a path, its config read; `seed` is of random weights, `mmproj` the file of its vision half.
+
+    Raises ModelLoadError, and ConfigError for a model that has its vision half in its own files.
+    """
     checkpoint: Checkpoint = resolve_name(choose_format(load_format, path).reader)(path, seed)
+    if mmproj is not None:
+        resolve_name("engine.runtime.weights.mmproj:add_tower")(checkpoint, path, Path(mmproj))
     return checkpoint
 
 

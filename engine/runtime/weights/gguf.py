@@ -89,8 +89,8 @@ class GGUFCheckpoint(Checkpoint):
         self._stored: dict[str, GGUFTensor] = {}
         for part, its_header in parts.items():
             for info in its_header.tensors:
-                _check_kind(info.name, info.kind, str(part))
-            self._stored |= _read_tensors(part, its_header.tensors)
+                check_kind(info.name, info.kind, str(part))
+            self._stored |= read_tensors(part, its_header.tensors)
         ropes = {name: _values(self._stored[name]) for name in _ROPE_TENSORS if name in self._stored}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self._arch, values = hf_config(header.metadata, shapes, ropes, str(path))
@@ -136,7 +136,7 @@ class GGUFCheckpoint(Checkpoint):
             is_norm = tensor.name.endswith("norm.weight") and not tensor.name.endswith("ssm_norm.weight")
             offset = is_norm and self._arch in _OFFSET_NORMS
             rows = in_halves(stored.rows, stored.head_rows).reshape(len(matrix), -1)
-            _convert(rows, tensor.kind, matrix, np.float32(offset))
+            convert(rows, tensor.kind, matrix, np.float32(offset))
             if tensor.name.endswith(".ssm_a"):
                 target.neg_().log_()
 
@@ -159,7 +159,7 @@ class GGUFCheckpoint(Checkpoint):
 def header_config(metadata: Mapping[str, Any], tensors: Sequence[TensorInfo], source: str) -> HFConfig | None:
     """Return the config of a file whose header alone is here; None for a part of a split one. Raises ModelLoadError."""
     for tensor in tensors:
-        _check_kind(tensor.name, tensor.kind, source)
+        check_kind(tensor.name, tensor.kind, source)
     if metadata.get("split.count", 0) > 1:  # the tensors of the other parts decide, too
         return None
     shapes = {tensor.name: tensor.shape for tensor in tensors}
@@ -167,7 +167,7 @@ def header_config(metadata: Mapping[str, Any], tensors: Sequence[TensorInfo], so
     return HFConfig(hf_config(metadata, shapes, ropes, source)[1], source)
 
 
-def _check_kind(name: str, kind: int, source: str) -> None:
+def check_kind(name: str, kind: int, source: str) -> None:
     """Raise ModelLoadError for a type that is not read."""
     if kind not in KINDS:
         stored = Kind(kind).name if kind in Kind._value2member_map_ else f"type {kind}, which is unknown"
@@ -193,7 +193,7 @@ def _dequantise(library: Library, stored: StoredRows, target: Tensor) -> None:
         part.copy_(floats)
 
 
-def _convert(rows: np.ndarray, kind: Kind, target: Tensor, stored_offset: np.float32) -> None:
+def convert(rows: np.ndarray, kind: Kind, target: Tensor, stored_offset: np.float32) -> None:
     """Dequantise rows by numpy, or copy floats; weights are stored plus an offset."""
     import torch
     from torch import from_numpy
@@ -214,7 +214,7 @@ def _values(tensor: GGUFTensor) -> list[float]:
         return [float(value) for value in dequantize(tensor.rows, tensor.kind).ravel()]
 
 
-def _read_tensors(path: Path, infos: Iterable[TensorInfo]) -> dict[str, GGUFTensor]:
+def read_tensors(path: Path, infos: Iterable[TensorInfo]) -> dict[str, GGUFTensor]:
     """Return tensors as rows of a memory map. Raises ModelLoadError for a cut file."""
     file = OpenFile(path)
     data = np.memmap(path, np.uint8, "c").view(np.ndarray)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.core.spans import Span
+from engine.files.mmproj import read_mmproj
 from engine.images import Image
 from engine.system.calls import TRANSFORMERS, foreign_code
 from engine.text.generation_config import read_json_beside
@@ -66,38 +67,50 @@ class ImagePreprocessor:
     @classmethod
     def of(
         cls,
-        folder: Path,
+        model: Path,
         tokenizer: TextTokenizer,
         options: Mapping[str, Any] | None = None,
         limits: Mapping[str, Any] | None = None,
+        mmproj: str | None = None,
     ) -> ImagePreprocessor | None:
-        """Return the one of a model's folder; None, and a warning, if files of it are missing or of another library.
+        """Return the one of a model; None, and a warning, if files of it are missing or of another library.
 
+        A model is a folder, or a GGUF file with `mmproj` for its vision half.
         Raises ConfigError for options or limits that cannot be kept.
         """
         try:
-            return cls._of(folder, tokenizer, options or {}, limits or {})
+            return cls._of(model, tokenizer, options or {}, limits or {}, mmproj)
         except ModelLoadError as error:
             logger.warning("text alone is served: %s", error)
             return None
 
     @classmethod
     def _of(
-        cls, folder: Path, tokenizer: TextTokenizer, options: Mapping[str, Any], limits: Mapping[str, Any]
+        cls,
+        model: Path,
+        tokenizer: TextTokenizer,
+        options: Mapping[str, Any],
+        limits: Mapping[str, Any],
+        mmproj: str | None,
     ) -> ImagePreprocessor:
         def refuse(error: Exception) -> ModelLoadError:
             reason = " ".join(str(error).split())[:300]
             return ModelLoadError(f"its image processor cannot be loaded ({type(error).__name__}: {reason})")
 
         with TRANSFORMERS, foreign_code(refuse, (ConfigError,)):
-            config, old, new = (
-                read_json_beside(folder / f"{name}config.json") for name in ("", "preprocessor_", "processor_")
-            )
-            names = {token_id: token for token, token_id in tokenizer.special_tokens.items()}
+            names: dict[Any, str] = {token_id: token for token, token_id in tokenizer.special_tokens.items()}
+            if mmproj is None:
+                config, old, new = (
+                    read_json_beside(model / f"{name}config.json") for name in ("", "preprocessor_", "processor_")
+                )
+                own = {**old, **new.get("image_processor", {}), **new}
+            else:
+                half = read_mmproj(Path(mmproj), model)
+                config, own = {**half.config, **half.tokens}, half.processor
+                names = {token: token for token in tokenizer.special_tokens}
             token = names[config["image_token_id" if "image_token_id" in config else "image_token_index"]]
-            own = {**old, **new.get("image_processor", {}), **new}
             tokens = ImageTokens(config, own, token, lambda name: names[config[name]])
-            processor = _load_processor(folder, options)
+            processor = _load_processor(model if mmproj is None else own, options)
             made = cls(FAMILIES[config["model_type"]], tokens, processor, tokenizer, options, limits)
             made.prepare(np.zeros((64, 64, 3), np.uint8), "the start")  # so that what a file lacks is known now
         return made
@@ -207,11 +220,16 @@ def _most_images(limits: Mapping[str, Any]) -> int:
     return count
 
 
-def _load_processor(folder: Path, options: Mapping[str, Any]) -> Any:
-    from transformers import AutoImageProcessor  # seconds to import; only models with a tower need it
+def _load_processor(source: Path | Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Return the image processor of a folder, or of what a file of it would say."""
+    import transformers  # seconds to import; only models with a tower need it
 
-    how = {"backend": "pil", "local_files_only": True, "trust_remote_code": False, "return_unused_kwargs": True}
-    made, unused = AutoImageProcessor.from_pretrained(str(folder), **how, **options)
+    if isinstance(source, Path):
+        how = {"backend": "pil", "local_files_only": True, "trust_remote_code": False, "return_unused_kwargs": True}
+        made, unused = transformers.AutoImageProcessor.from_pretrained(str(source), **how, **options)
+    else:
+        kind = getattr(transformers, f"{source['image_processor_type']}Pil")
+        made, unused = kind.from_dict({**source, **options}), options
     known = made.valid_kwargs.__annotations__
     if beyond := options.keys() & unused.keys() - known.keys():
         raise ConfigError(
