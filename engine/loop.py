@@ -244,9 +244,12 @@ class Engine:
         except DeviceMemoryError as error:
             self._roll_back(error, events)
         self._tell(events)
-        if self._vision is not None and (digests := list(self._scheduler.missing.digests)):
-            # Streams then wait for the next step no longer than twice as long as without.
-            self._vision.advance(digests, self._step_s or _PIECE_S)
+        if self._vision is not None:
+            if digests := list(self._scheduler.missing.digests):
+                # Streams then wait for the next step no longer than twice as long as without.
+                self._vision.advance(digests, self._step_s or _PIECE_S)
+            elif not self._scheduler.has_spans:  # those that waited have left
+                self._vision.close()
         if self._offload is not None:
             self._offload.exchange()
         if self._contents is not None:

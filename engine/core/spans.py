@@ -78,11 +78,17 @@ class Missing:
         self.has: Callable[[bytes], bool] = lambda _: True  # whether vectors are there
         self.digests: dict[bytes, None] = {}
 
+    def lacks(self, span: Span) -> bool:
+        """Return whether the vectors of a span are not there, which is noted."""
+        if self.has(span.digest):
+            return False
+        self.digests[span.digest] = None
+        return True
+
     def clip(self, spans: Iterable[Span], start: int, stop: int) -> int:
-        """Return where a chunk start .. stop ends at the latest: before the first span that it lacks, which is noted."""
+        """Return where a chunk start .. stop ends at the latest: before the first span that it lacks."""
         for span in spans:
-            if span.start < stop and start < span.end and not self.has(span.digest):
-                self.digests[span.digest] = None
+            if span.start < stop and start < span.end and self.lacks(span):
                 return max(span.start, start)
         return stop
 

@@ -86,7 +86,7 @@ class RecordingScheduler(Scheduler):
 
     def plan(self, now: float) -> StepPlan | None:
         plan = super().plan(now)
-        self._note(("plan", now, plan))
+        self._note(("plan", now, plan, [*self.missing.digests]))
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
@@ -150,11 +150,12 @@ class Journal:
         line = {"at": now, "id": self._number("request", request_id), "cause": cause.value}
         return line if choice is None else {**line, "choice": choice}
 
-    def _plan(self, now: float, plan: StepPlan | None) -> dict[str, Any]:
+    def _plan(self, now: float, plan: StepPlan | None, missing: Sequence[bytes]) -> dict[str, Any]:
+        line = {"at": now} | _without_empty({"missing": [self._number("span", digest) for digest in missing]})
         if plan is None:
-            return {"at": now}
+            return line
         self._launched.append(self._rows.follow(plan))
-        return {"at": now, **describe(plan)}
+        return line | describe(plan)
 
     def _commit(self, now: float, result: StepResult) -> dict[str, Any]:
         draws: list[Any] = []

@@ -244,8 +244,7 @@ def _build(
         depth=depth,
         limits=_queue_limits(config, settings),
         resources=parts.resources,
-        # On a GPU a tower takes no longer than a step; a recording's plans do not depend on when vectors are there.
-        vision=vision if device.type == "cpu" and config.record is None else None,
+        vision=vision if device.type == "cpu" else None,  # on a GPU a tower takes no longer than a step
         outbound=Outbound(tiers, kv_events),
     )
 

@@ -154,7 +154,7 @@ class Replayer:
             tenant=_name(line, "tenant"),
             pins=tuple(Pin(*pin) for pin in line.get("pins", ())),
             spans=tuple(
-                Span(start, num, b"%d" % number, atomic) for start, num, number, atomic in line.get("spans", ())
+                Span(start, num, _digest(number), atomic) for start, num, number, atomic in line.get("spans", ())
             ),
             **{name: line[name] for name in REQUEST_FIELDS if name in line},
         )
@@ -171,7 +171,9 @@ class Replayer:
 
     def plan(self, line: dict[str, Any]) -> None:
         """Plan a step, and compare it with the recorded one."""
-        recorded = {name: value for name, value in line.items() if name not in ("op", "at")}
+        recorded = {name: value for name, value in line.items() if name not in ("op", "at", "missing")}
+        missing = {_digest(number) for number in line.get("missing", ())}
+        self._scheduler.missing.has = lambda digest: digest not in missing
         plan = self._scheduler.plan(line["at"])
         planned = {} if plan is None else describe(plan)
         if planned != recorded:
@@ -227,6 +229,10 @@ class Replayer:
 def _items(line: dict[str, Any], name: str) -> Iterable[tuple[str, Any]]:
     items: Iterable[tuple[str, Any]] = line.get(name, {}).items()
     return items
+
+
+def _digest(number: int) -> bytes:
+    return b"%d" % number
 
 
 def _name(line: dict[str, Any], kind: str) -> str:

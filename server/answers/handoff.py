@@ -182,8 +182,8 @@ class Receiver:
     async def _ask_for(self, request: Request) -> None:
         """Have the prefill daemon of the settings compute a prompt, and take its K/V."""
         params = request.params
-        if request.is_background or params.prompt_logprobs is not None or params.pooling is not None:
-            return  # no client waits for its first token, or every position has to be computed here
+        if request.is_background or params.prompt_logprobs is not None or params.pooling is not None or request.spans:
+            return  # no client waits, every position has to be computed here, or ids alone would not say all of it
         missing = prefix_of(self._engine, request)
 
         async def ask_and_take(patience_s: float) -> bool:

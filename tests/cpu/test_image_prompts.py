@@ -336,15 +336,15 @@ CONVERSATIONS: list[list[str | Pillow.Image]] = [
 ]
 
 
-def answer_of(theirs: Theirs, parts: list[str | Pillow.Image]) -> tuple[list[int], list[int]]:
-    """The ids of a prompt and of its answer, by transformers."""
+def answer_of(theirs: Theirs, parts: list[str | Pillow.Image], **fields: Any) -> tuple[list[int], list[int]]:
+    """The ids of a prompt and of its answer, by transformers; `fields` are of `generate`."""
     _, processor, model, _ = theirs
     words = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
     prompt = processor.tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False)
     images = [part for part in parts if not isinstance(part, str)]
     nested = CASES[theirs.folder.name][-1]
     asked = processor(text=[prompt], images=[images] if nested else images, return_tensors="pt")
-    answered = model.generate(**asked, max_new_tokens=16, do_sample=False)[0]
+    answered = model.generate(**asked, **{"max_new_tokens": 16, "do_sample": False, **fields})[0]
     ids = asked["input_ids"][0].tolist()
     return ids, answered[len(ids) :].tolist()
 

@@ -17,7 +17,7 @@ import pytest
 from harness import Live
 
 from engine.core.types import Request
-from server.answers import media
+from server.answers import handoff, media
 from server.http.bodies import HeldBytes
 from tests.http.fake_images import PAD, TEMPLATE, picture, preprocessor
 from tests.patience import PATIENCE_S, eventually
@@ -498,3 +498,30 @@ def test_a_client_that_leaves_stops_its_image(seeing: Live, monkeypatch: pytest.
     eventually(lambda: wanted == [False])
     eventually(lambda: reader._held.of("127.0.0.1") == 0)
     seeing.check_idle()
+
+
+# -- hand-over -------------------------------------------------------------------------------------------------------------
+
+
+def test_images_are_handed_over_by_a_router_alone(
+    serve: Callable[..., Live], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends both daemons the same; of ids alone, which a decode daemon would send, no image can be made."""
+    monkeypatch.setattr(handoff, "LEAST_PATIENCE_S", PATIENCE_S)
+    both = {"template": TEMPLATE, "images": preprocessor, "place": "thread", "kv_connector_dir": tmp_path}
+    prefill = serve(role="prefill", **both)
+    alone, decode = serve(role="decode", prefill_url=prefill.url, **both), serve(role="decode", **both)
+
+    def asked(live: Live, **fields: Any) -> Any:
+        with httpx.Client(base_url=live.url, timeout=PATIENCE_S) as client:
+            answer = ask(client, part(picture(96, 96)), text("b" * 20), **fields)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+    plain = asked(alone)
+    assert plain["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert prefill.engine.stats.prompt_tokens == 0
+    offered = asked(prefill, kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
+    answer = asked(decode, kv_transfer_params=offered)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
+    assert answer["choices"] == plain["choices"]

@@ -60,6 +60,11 @@ class Scheduler:
         """Return whether any sequence lives or any step is in flight."""
         return bool(self._queue.requests or self._in_flight)
 
+    @property
+    def has_spans(self) -> bool:
+        """Return whether any sequence lives whose prompt has spans."""
+        return self._queue.num_with_spans > 0
+
     # -- add and abort -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -159,7 +164,7 @@ class Scheduler:
         was_made, self._made_room = self._made_room, False
         for urgent in due:
             span = divided(urgent.request.spans, urgent.num_planned + 1)
-            if span is not None and urgent.status is Status.PREFILL and self.missing.has(span.digest):
+            if span is not None and urgent.status is Status.PREFILL and not self.missing.lacks(span):
                 break
         else:
             return due, None

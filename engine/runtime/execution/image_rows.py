@@ -32,7 +32,6 @@ class _Row(NamedTuple):
     places: tuple[NDArray[np.int64], ...]  # by span: the positions of the prompt that its vectors have
     positions: NDArray[np.int64] | None  # [3, positions of the prompt]; None: those of text
     delta: int  # what is added to a later token's index
-    held: dict[bytes, Tensor]  # vectors, by digest, until all of them were computed
 
     def at(self, start: int, num: int) -> NDArray[np.int64]:
         """Return the positions [3, num] of tokens, of which those behind the prompt have one for all axes."""
@@ -70,7 +69,7 @@ class ImageRows:
                 grids = [self._image(span).grid for span in row.spans]
                 positions, delta = _positions(row.num_prompt, row.spans, grids)
                 places = tuple([_places(row.ids, span) for span in row.spans])
-                self._rows[row.slot] = _Row(row.spans, places, positions, delta, {})
+                self._rows[row.slot] = _Row(row.spans, places, positions, delta)
                 changed[row.slot] = delta
         if changed:
             slots, deltas = (to_device(list(each), torch.int64, self._device) for each in (changed, changed.values()))
@@ -83,6 +82,12 @@ class ImageRows:
             for piece in slices
         )
 
+    def text_of(self, piece: SequenceSlice, drafts: list[int]) -> list[int]:
+        """Return drafts up to the first that is an image's id, which follows one in the prompt and in no answer."""
+        row = self._rows.get(piece.slot)
+        place = -1 if row is None else piece.tokens[row.spans[0].start]
+        return drafts[: drafts.index(place)] if place in drafts else drafts
+
     def inputs(self, slices: Sequence[SequenceSlice], texts: NDArray[np.int64]) -> ImageInputs:
         """Return what images make of a step; `texts` [T] are the positions of text."""
         axes, ends, first = np.tile(texts, (3, 1)), texts + 1, 0
@@ -93,14 +98,12 @@ class ImageRows:
                 if row.positions is not None:
                     axes[:, first : first + piece.num_tokens] = row.at(piece.start, piece.num_tokens)
                     is_moved = True
-                for span, at, begin in self._cover(row, piece):
+                for span, at, begin in _cover(row, piece):
                     rows = first + at - piece.start
                     places += rows.tolist()
-                    parts.append(row.held[span.digest][:, begin : begin + len(at)])
+                    parts.append(self._embed(self._image(span))[:, begin : begin + len(at)])
                     if span.is_atomic:
                         ends[rows] = span.end
-                if piece.start + piece.num_tokens >= row.spans[-1].end:
-                    row.held.clear()
             first += piece.num_tokens
         vectors = Vectors(to_device(places, torch.int64, self._device), torch.cat(parts, 1)) if parts else None
         is_causal = (ends == texts + 1).all()
@@ -109,20 +112,6 @@ class ImageRows:
             to_device(axes, torch.int64, self._device) if is_moved else None,
             None if is_causal else to_device(ends, torch.int32, self._device),
         )
-
-    def _cover(self, row: _Row, piece: SequenceSlice) -> list[tuple[Span, NDArray[np.int64], int]]:
-        """Return spans, the positions of the vectors that a slice covers of each, and the number of the first of these.
-
-        The row then holds their vectors.
-        """
-        found = []
-        for span, places in zip(row.spans, row.places, strict=True):
-            begin, end = np.searchsorted(places, (piece.start, piece.start + piece.num_tokens))
-            if begin < end:
-                found.append((span, places[begin:end], int(begin)))
-                if span.digest not in row.held:
-                    row.held[span.digest] = self._embed(self._image(span))
-        return found
 
     def _image(self, span: Span) -> Image:
         image: Image = self._resources.find(span.digest)
@@ -172,6 +161,16 @@ class ImageVectors:
         self._num_bytes += vectors.nbytes
         while self._num_bytes > self._max_bytes and len(self._kept) > 1:
             self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _cover(row: _Row, piece: SequenceSlice) -> list[tuple[Span, NDArray[np.int64], int]]:
+    """Return spans, the positions of the vectors that a slice covers of each, and the number of the first of these."""
+    found = []
+    for span, places in zip(row.spans, row.places, strict=True):
+        begin, end = np.searchsorted(places, (piece.start, piece.start + piece.num_tokens))
+        if begin < end:
+            found.append((span, places[begin:end], int(begin)))
+    return found
 
 
 def _places(ids: Sequence[int], span: Span) -> NDArray[np.int64]:

@@ -357,6 +357,8 @@ class ModelRunner:
     def _draft(self, drafter: Drafter, plan: StepPlan, slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
         """Return the slices with drafts, up to the first token that a grammar forbids."""
         found = drafter.draft(plan, slices)
+        if self._images is not None:
+            found = {index: self._images.text_of(slices[index], drafts) for index, drafts in found.items()}
         kept = {index: drafts[: self._sampler.count_allowed(slices[index], drafts)] for index, drafts in found.items()}
         return with_drafts(slices, kept)
 
