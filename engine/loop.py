@@ -244,12 +244,9 @@ class Engine:
         except DeviceMemoryError as error:
             self._roll_back(error, events)
         self._tell(events)
-        if self._vision is not None:
-            if digests := list(self._scheduler.missing.digests):
-                # Streams then wait for the next step no longer than twice as long as without.
-                self._vision.advance(digests, self._step_s or _PIECE_S)
-            elif not self._scheduler.has_spans:  # those that waited have left
-                self._vision.close()
+        if self._vision is not None and (digests := self._scheduler.missing.digests):
+            # Streams then wait for the next step no longer than twice as long as without.
+            self._vision.advance(list(digests), self._step_s or _PIECE_S)
         if self._offload is not None:
             self._offload.exchange()
         if self._contents is not None:
@@ -316,6 +313,8 @@ class Engine:
     def _tell(self, events: StepEvents) -> None:
         for event in events.ends:
             self._open.pop((event.request_id, event.choice), None)
+            if self._vision is not None and not self._scheduler.has_spans:
+                self._vision.close()  # who waited for it has left
         if events and self._deliver is not None:
             self._deliver(events)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import queue
+import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -288,6 +290,41 @@ def of_new_image(request_id: str, digest: bytes) -> Request:
     return replace(
         asked, spans=(asked.spans[0]._replace(digest=digest),), images=(replace(images.LARGE, digest=digest),)
     )
+
+
+def test_text_costs_what_it_costs_without_a_tower(folder: Path) -> None:
+    """The same functions run, but for one where a row begins and two where it ends."""
+    path, counts = str(images.vision(folder, "Qwen3VLConfig").path), list[Counter[str]]()
+    for memory in (0, 1 << 20):
+        config = EngineConfig(model=path, dtype="float32", image_cache_memory=memory, **SIZES)
+        engine = build_engine(config, lambda progress: None)
+        for number in range(2):  # what is cached by functions is then
+            counts.append(count_calls(engine, ask(f"{number}", PROMPTS[3][0], max_tokens=12)))
+        engine.stop(0.0)
+    assert sum(counts[1].values()) > 1000
+    more = {name.partition(" ")[0]: number for name, number in (counts[3] - counts[1]).items()}
+    assert more == {"follow": 1, "has_spans": 1, "close": 1}
+    assert not counts[1] - counts[3]
+
+
+def count_calls(engine: Engine, request: Request) -> Counter[str]:
+    """Run a request on this thread, and return how often each function was called."""
+    calls = Counter[str]()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            calls[f"{code.co_name} {code.co_filename}"] += 1
+
+    engine.submit(replace(request, arrival_s=engine.clock()))
+    sys.setprofile(note)
+    try:
+        engine._turn()
+        while engine._scheduler.has_work:
+            engine._turn()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def test_a_recording_replays_what_waited_for_a_tower(

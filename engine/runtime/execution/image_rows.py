@@ -51,11 +51,11 @@ class ImageInputs(NamedTuple):
 
 
 class ImageRows:
-    """The rows with images, by slot."""
+    """The rows with images, by slot; those that have ended are there until another one takes the slot."""
 
     def __init__(self, embed: Embed, resources: Resources, device: torch.device, max_rows: int) -> None:
         self._embed, self._resources, self._device = embed, resources, device
-        self._rows: dict[int, _Row] = {}
+        self.rows: dict[int, _Row] = {}  # without any, a step asks no more
         # By slot, on the device: what is added to the index of a token behind the prompt's images.
         self.deltas = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
 
@@ -63,13 +63,13 @@ class ImageRows:
         """Begin rows."""
         changed = dict[int, int]()
         for row in rows:
-            if self._rows.pop(row.slot, None) is not None:
+            if self.rows.pop(row.slot, None) is not None:
                 changed[row.slot] = 0
             if row.spans:
                 grids = [self._image(span).grid for span in row.spans]
                 positions, delta = _positions(row.num_prompt, row.spans, grids)
                 places = tuple([_places(row.ids, span) for span in row.spans])
-                self._rows[row.slot] = _Row(row.spans, places, positions, delta)
+                self.rows[row.slot] = _Row(row.spans, places, positions, delta)
                 changed[row.slot] = delta
         if changed:
             slots, deltas = (to_device(list(each), torch.int64, self._device) for each in (changed, changed.values()))
@@ -77,14 +77,14 @@ class ImageRows:
 
     def has(self, slices: Sequence[SequenceSlice], *, before_end: bool = False) -> bool:
         """Return whether a step has such rows; with `before_end`, at positions that are not behind all images."""
-        return bool(self._rows) and any(
-            (row := self._rows.get(piece.slot)) is not None and (not before_end or piece.start < row.spans[-1].end)
+        return any(
+            (row := self.rows.get(piece.slot)) is not None and (not before_end or piece.start < row.spans[-1].end)
             for piece in slices
         )
 
     def text_of(self, piece: SequenceSlice, drafts: list[int]) -> list[int]:
         """Return drafts up to the first that is an image's id, which follows one in the prompt and in no answer."""
-        row = self._rows.get(piece.slot)
+        row = self.rows.get(piece.slot)
         place = -1 if row is None else piece.tokens[row.spans[0].start]
         return drafts[: drafts.index(place)] if place in drafts else drafts
 
@@ -93,7 +93,7 @@ class ImageRows:
         axes, ends, first = np.tile(texts, (3, 1)), texts + 1, 0
         places, parts, is_moved = list[int](), list[Tensor](), False
         for piece in slices:
-            row = self._rows.get(piece.slot)
+            row = self.rows.get(piece.slot)
             if row is not None:
                 if row.positions is not None:
                     axes[:, first : first + piece.num_tokens] = row.at(piece.start, piece.num_tokens)

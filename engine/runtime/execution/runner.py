@@ -275,7 +275,7 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> ModelStep:
         """Launch a step."""
         slices, changes = self._rows.follow(plan), self._tables.follow(plan)
-        if self._images is not None:
+        if plan.rows and self._images is not None:
             self._images.follow(plan.rows)
         self._move_blocks(plan)
         if self._drafter is not None:
@@ -316,7 +316,7 @@ class ModelRunner:
                 last = max(last, int(batch.states.written.max()))
             self._num_used_blocks = max(self._num_used_blocks, last + 1)
         seen, vectors = batch, None
-        if self._images is not None and self._images.has(slices):
+        if self._images is not None and self._images.rows and self._images.has(slices):
             texts = packet.longs[packet.num_tokens : 2 * packet.num_tokens]
             vectors, positions, ends = self._images.inputs(slices, texts)
             for each in (batch, *batch.others):
@@ -341,7 +341,9 @@ class ModelRunner:
 
     def _is_recorded(self, graphs: DecodeGraphs, slices: Sequence[SequenceSlice]) -> bool:
         """Return whether a step runs as a graph, which has no vectors."""
-        return graphs.takes(slices) and not (self._images is not None and self._images.has(slices, before_end=True))
+        images = self._images
+        is_in_image = images is not None and images.rows and images.has(slices, before_end=True)
+        return graphs.takes(slices) and not is_in_image
 
     def _await_text(self, slices: Sequence[SequenceSlice]) -> None:
         """Wait for the ids of all steps but the last, if a draw depends on a text: only its last id may be missing.
@@ -357,7 +359,7 @@ class ModelRunner:
     def _draft(self, drafter: Drafter, plan: StepPlan, slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
         """Return the slices with drafts, up to the first token that a grammar forbids."""
         found = drafter.draft(plan, slices)
-        if self._images is not None:
+        if self._images is not None and self._images.rows:
             found = {index: self._images.text_of(slices[index], drafts) for index, drafts in found.items()}
         kept = {index: drafts[: self._sampler.count_allowed(slices[index], drafts)] for index, drafts in found.items()}
         return with_drafts(slices, kept)
