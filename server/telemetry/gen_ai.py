@@ -1,8 +1,9 @@
-"""The names of OpenTelemetry's semantic conventions that Quire uses, all in this file.
+"""OpenTelemetry's semantic conventions: their version, the operations and histograms. tracing.py has the attributes.
 
 The GenAI conventions have the status Development: names may change with any version. These are of version 1.41.1, the last
 one that the versioned conventions published before GenAI moved to a separate repository, which has made no stable release
-since. To move to another version, change this file, and the table in docs/observe/traces.md.
+since. To move to another version, change both files, and the table in docs/observe/traces.md. Names that begin with `quire.`
+are ours: the conventions have none.
 """
 
 from __future__ import annotations
@@ -11,53 +12,6 @@ from typing import Final, NamedTuple
 
 VERSION: Final = "1.41.1"
 SCHEMA_URL: Final = f"https://opentelemetry.io/schemas/{VERSION}"
-
-# Stable.
-SERVICE_NAME: Final = "service.name"
-SERVICE_VERSION: Final = "service.version"
-SERVICE_INSTANCE_ID: Final = "service.instance.id"
-HTTP_METHOD: Final = "http.request.method"
-HTTP_ROUTE: Final = "http.route"
-HTTP_STATUS: Final = "http.response.status_code"
-URL_PATH: Final = "url.path"
-URL_SCHEME: Final = "url.scheme"
-ERROR_TYPE: Final = "error.type"
-
-# Development.
-OPERATION: Final = "gen_ai.operation.name"
-PROVIDER: Final = "gen_ai.provider.name"
-REQUEST_MODEL: Final = "gen_ai.request.model"
-REQUEST_STREAM: Final = "gen_ai.request.stream"
-REQUEST_CHOICES: Final = "gen_ai.request.choice.count"
-REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
-REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
-REQUEST_TOP_P: Final = "gen_ai.request.top_p"
-REQUEST_TOP_K: Final = "gen_ai.request.top_k"
-REQUEST_FREQUENCY_PENALTY: Final = "gen_ai.request.frequency_penalty"
-REQUEST_PRESENCE_PENALTY: Final = "gen_ai.request.presence_penalty"
-RESPONSE_ID: Final = "gen_ai.response.id"
-RESPONSE_MODEL: Final = "gen_ai.response.model"
-RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
-INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
-OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
-CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
-REASONING_TOKENS: Final = "gen_ai.usage.reasoning.output_tokens"
-
-PROVIDER_NAME: Final = "quire"  # the conventions allow a custom value
-
-# Ours: the conventions have no name for these.
-QUIRE_REQUEST_ID: Final = "quire.request.id"
-QUIRE_TENANT: Final = "quire.tenant"
-QUIRE_BATCH: Final = "quire.batch"
-QUIRE_ABANDONED: Final = "quire.abandoned"  # the client left before the end
-QUIRE_PREEMPTIONS: Final = "quire.preemptions"
-QUIRE_PREEMPTED: Final = "quire.preempted"  # an event of the span "decode"
-QUIRE_PROMPT: Final = "quire.prompt.index"  # of a request with several prompts
-QUIRE_CHOICE: Final = "quire.choice.index"
-QUIRE_PROMPT_TOKENS: Final = "quire.prompt.tokens"
-QUIRE_TOKENS: Final = "quire.choice.tokens"
-QUIRE_DRAFTED: Final = "quire.draft.tokens"
-QUIRE_ACCEPTED: Final = "quire.draft.accepted_tokens"
 
 
 class Operation(NamedTuple):

@@ -23,7 +23,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 
 from engine.core.errors import ConfigError
 from engine.system.version import VERSION
-from server.telemetry import gen_ai
 from server.telemetry.otlp_endpoints import Endpoints
 
 log = logging.getLogger("quire.otlp")
@@ -143,6 +142,6 @@ class Otlp:
 def _resource() -> Resource:
     """Return what describes this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
     found = Resource.create()
-    ours = {gen_ai.SERVICE_NAME: "quire", gen_ai.SERVICE_VERSION: VERSION, gen_ai.SERVICE_INSTANCE_ID: uuid.uuid4().hex}
+    ours = {"service.name": "quire", "service.version": VERSION, "service.instance.id": uuid.uuid4().hex}
     unset = [name for name in ours if str(found.attributes.get(name, "unknown_service")).startswith("unknown_service")]
     return found.merge(Resource({name: ours[name] for name in unset}))

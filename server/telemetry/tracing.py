@@ -8,7 +8,7 @@ or of an answer. Event loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -63,9 +63,9 @@ class Tracing:
         carrier = {name: ",".join(headers.getlist(name)) for name in ("traceparent", "tracestate") if name in headers}
         parent = self._propagator.extract(carrier, Context())
         about = {
-            gen_ai.HTTP_METHOD: method,
-            gen_ai.URL_PATH: scope["path"][:MAX_PATH],
-            gen_ai.URL_SCHEME: scope["scheme"],
+            "http.request.method": method,
+            "url.path": scope["path"][:MAX_PATH],
+            "url.scheme": scope["scheme"],
         }
         span = self._tracer.start_span(method, parent, SpanKind.SERVER, about)
         onward: dict[str, str] = {}
@@ -90,7 +90,7 @@ class Tracing:
             begun_ns = time.time_ns() - round(event.seconds * _NS)
             span = self._tracer.start_span("batch", Context(), SpanKind.INTERNAL, start_time=begun_ns)
             if span.is_recording():
-                span.set_attribute(gen_ai.QUIRE_BATCH, True)
+                span.set_attribute("quire.batch", True)
                 self._describe(span, event.record, event.status)
             span.end()
 
@@ -99,12 +99,9 @@ class Tracing:
             span.end()
             return
         span.update_name(f"POST {event.route}" if event.route != "unmatched" else "POST")
-        attributes: Attributes = {gen_ai.QUIRE_REQUEST_ID: event.request_id}
-        if event.route != "unmatched":
-            attributes[gen_ai.HTTP_ROUTE] = event.route
-        if event.status:
-            attributes[gen_ai.HTTP_STATUS] = event.status
-        span.set_attributes(attributes)
+        route = None if event.route == "unmatched" else event.route
+        answered = {"http.route": route, "http.response.status_code": event.status or None}
+        span.set_attributes(_given({"quire.request.id": event.request_id, **answered}))
         if event.record is not None:
             self._describe(span, event.record, event.status)
         else:
@@ -131,14 +128,14 @@ class Tracing:
         for index, request in enumerate(record.requests):
             own = choices[first : first + request.params.n]
             first += len(own)
-            parts += _parts(request, own, {gen_ai.QUIRE_PROMPT: index} if len(record.requests) > 1 else {})
+            parts += _parts(request, own, {"quire.prompt.index": index} if len(record.requests) > 1 else {})
             if len(parts) >= MAX_CHILDREN:
                 break
         for part in parts[:MAX_CHILDREN]:
             begun_ns = round((offset_s + part.begun_s) * _NS)
             child = self._tracer.start_span(part.name, parent, attributes=part.attributes, start_time=begun_ns)
             for preempted_s in part.preempted_s:
-                child.add_event(gen_ai.QUIRE_PREEMPTED, timestamp=round((offset_s + preempted_s) * _NS))
+                child.add_event("quire.preempted", timestamp=round((offset_s + preempted_s) * _NS))
             child.end(begun_ns + round(part.seconds * _NS))
 
 
@@ -165,13 +162,13 @@ class GenAiMetrics:
             return
         model = model_of(event.record, self._model_name)
         attributes: Attributes = {
-            gen_ai.OPERATION: operation.name,
-            gen_ai.PROVIDER: gen_ai.PROVIDER_NAME,
-            gen_ai.REQUEST_MODEL: model,
-            gen_ai.RESPONSE_MODEL: model,
+            "gen_ai.operation.name": operation.name,
+            "gen_ai.provider.name": "quire",
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
         }
         if outcome.error_type is not None:
-            self._duration.record(event.seconds, attributes | {gen_ai.ERROR_TYPE: outcome.error_type})
+            self._duration.record(event.seconds, attributes | {"error.type": outcome.error_type})
             return
         self._duration.record(event.seconds, attributes)
         generation = event.record.generation
@@ -223,18 +220,20 @@ def _parts(request: Request, choices: Sequence[ChoiceTimes], where: Attributes) 
     scheduled_s = request.arrival_s + begun.queue_s
     parts = [_Part("queue", request.arrival_s, begun.queue_s, where)]
     if begun.prefill_s > 0:
-        about = where | {gen_ai.QUIRE_PROMPT_TOKENS: len(request.prompt)}
+        about = where | {"quire.prompt.tokens": len(request.prompt)}
         parts.append(_Part("prefill", scheduled_s, begun.prefill_s, about))
     for index, choice in enumerate(choices):
         if choice.queue_s is None or not choice.num_tokens:
             continue
-        about = where | {gen_ai.QUIRE_TOKENS: choice.num_tokens}
-        if len(choices) > 1:
-            about[gen_ai.QUIRE_CHOICE] = index
-        if choice.num_preemptions:
-            about[gen_ai.QUIRE_PREEMPTIONS] = choice.num_preemptions
-        if choice.num_drafted:
-            about |= {gen_ai.QUIRE_DRAFTED: choice.num_drafted, gen_ai.QUIRE_ACCEPTED: choice.num_accepted}
+        about = where | _given(
+            {
+                "quire.choice.tokens": choice.num_tokens,
+                "quire.choice.index": index if len(choices) > 1 else None,
+                "quire.preemptions": choice.num_preemptions or None,
+                "quire.draft.tokens": choice.num_drafted or None,
+                "quire.draft.accepted_tokens": choice.num_accepted if choice.num_drafted else None,
+            }
+        )
         first_s = request.arrival_s + choice.queue_s + choice.prefill_s
         parts.append(_Part("decode", first_s, choice.decode_s, about, choice.preempted_s))
     return parts
@@ -242,61 +241,54 @@ def _parts(request: Request, choices: Sequence[ChoiceTimes], where: Attributes) 
 
 def _mark(span: Span, outcome: Outcome) -> None:
     if outcome.error_type is not None:
-        span.set_attribute(gen_ai.ERROR_TYPE, outcome.error_type)
+        span.set_attribute("error.type", outcome.error_type)
         span.set_status(Status(StatusCode.ERROR))
     elif outcome.is_abandoned:  # no error, as the conventions say
-        span.set_attribute(gen_ai.QUIRE_ABANDONED, True)
+        span.set_attribute("quire.abandoned", True)
 
 
 def _asked(record: RequestRecord, model: str) -> Attributes:
     """Return the attributes of the request."""
-    params = record.requests[0].params
-    attributes: Attributes = {
-        gen_ai.PROVIDER: gen_ai.PROVIDER_NAME,
-        gen_ai.REQUEST_MODEL: model,
-        gen_ai.QUIRE_REQUEST_ID: record.request_id,
+    params, operation = record.requests[0].params, gen_ai.OPERATIONS.get(record.endpoint)
+    attributes: dict[str, AttributeValue | None] = {
+        "gen_ai.provider.name": "quire",
+        "gen_ai.request.model": model,
+        "gen_ai.operation.name": None if operation is None else operation.name,
+        "quire.request.id": record.request_id,
+        "quire.tenant": None if record.account is None else record.account.tenant.name,
     }
-    if operation := gen_ai.OPERATIONS.get(record.endpoint):
-        attributes[gen_ai.OPERATION] = operation.name
-    if record.account is not None:
-        attributes[gen_ai.QUIRE_TENANT] = record.account.tenant.name
-    if not params.max_tokens:
-        return attributes  # nothing is generated
-    attributes |= {
-        gen_ai.REQUEST_STREAM: record.stream,
-        gen_ai.REQUEST_MAX_TOKENS: params.max_tokens,
-        gen_ai.REQUEST_TEMPERATURE: params.temperature,
-        gen_ai.REQUEST_TOP_P: params.top_p,
-    }
-    if params.n > 1:
-        attributes[gen_ai.REQUEST_CHOICES] = params.n
-    if params.top_k:
-        attributes[gen_ai.REQUEST_TOP_K] = params.top_k
-    if params.frequency_penalty:
-        attributes[gen_ai.REQUEST_FREQUENCY_PENALTY] = params.frequency_penalty
-    if params.presence_penalty:
-        attributes[gen_ai.REQUEST_PRESENCE_PENALTY] = params.presence_penalty
-    return attributes
+    if params.max_tokens:  # else nothing is generated
+        attributes |= {
+            "gen_ai.request.stream": record.stream,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.choice.count": params.n if params.n > 1 else None,
+            "gen_ai.request.top_k": params.top_k or None,
+            "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+            "gen_ai.request.presence_penalty": params.presence_penalty or None,
+        }
+    return _given(attributes)
 
 
 def _answered(record: RequestRecord, model: str) -> Attributes:
     """Return the attributes of the answer, whole or cut short."""
-    outcome = record.outcome
-    attributes: Attributes = {
-        gen_ai.RESPONSE_MODEL: model,
-        gen_ai.INPUT_TOKENS: outcome.usage.prompt_tokens,
-        gen_ai.OUTPUT_TOKENS: outcome.usage.completion_tokens,
-        gen_ai.CACHED_TOKENS: outcome.num_cached_tokens,
-    }
-    operation = gen_ai.OPERATIONS.get(record.endpoint)
-    if operation is not None and operation.id_prefix:
-        attributes[gen_ai.RESPONSE_ID] = operation.id_prefix + record.answer_id
-    details = outcome.usage.completion_tokens_details
-    if details is not None and details.reasoning_tokens:
-        attributes[gen_ai.REASONING_TOKENS] = details.reasoning_tokens
+    outcome, operation = record.outcome, gen_ai.OPERATIONS.get(record.endpoint)
+    usage, details = outcome.usage, outcome.usage.completion_tokens_details
     reasons = [reason.value for reason in outcome.finish_reasons if reason is not None]
-    if reasons and outcome.usage.completion_tokens:
-        attributes[gen_ai.RESPONSE_FINISH_REASONS] = reasons
-    if outcome.spans is not None and outcome.spans.num_preemptions:
-        attributes[gen_ai.QUIRE_PREEMPTIONS] = outcome.spans.num_preemptions
-    return attributes
+    return _given(
+        {
+            "gen_ai.response.model": model,
+            "gen_ai.response.id": operation.id_prefix + record.answer_id if operation and operation.id_prefix else None,
+            "gen_ai.response.finish_reasons": reasons if reasons and usage.completion_tokens else None,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": outcome.num_cached_tokens,
+            "gen_ai.usage.reasoning.output_tokens": (details and details.reasoning_tokens) or None,
+            "quire.preemptions": (outcome.spans and outcome.spans.num_preemptions) or None,
+        }
+    )
+
+
+def _given(attributes: Mapping[str, AttributeValue | None]) -> Attributes:
+    return {name: value for name, value in attributes.items() if value is not None}
