@@ -182,14 +182,9 @@ class JsonCallParser(ArgumentsParser):
         self._in_list = False
         self._num_scanned = 0  # characters of the buffer, while it may be a call
         self._is_wrapped = False  # the arguments are part of an object
-        self._is_fresh = True  # nothing but space so far
 
     def _accepts(self, name: str) -> bool:
         return name in self._names if self._format.only_known else bool(_NAME.fullmatch(name))
-
-    def _content(self, text: str) -> None:
-        super()._content(text)
-        self._is_fresh = self._is_fresh and not text
 
     def _text(self) -> bool:
         words = self._buffer.lstrip()

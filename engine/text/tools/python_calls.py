@@ -140,7 +140,6 @@ class PythonCallParser(CallParser):
         super().__init__(tool_format.openings)
         self._format = tool_format
         self._tools = tools
-        self._is_fresh = True  # nothing but space so far
         self._in_list = False
         self._is_marked = False  # these calls began with a mark
         self._has_arguments = False
@@ -152,10 +151,6 @@ class PythonCallParser(CallParser):
         if self._step in (self._value, self._argument, self._next):
             self._buffer = ""  # else a part of a key, or space
         return super().finish()
-
-    def _content(self, text: str) -> None:
-        super()._content(text)
-        self._is_fresh = self._is_fresh and not text
 
     def _text(self) -> bool:
         if self._is_fresh and self._format.is_listed and self._buffer.lstrip().startswith("["):

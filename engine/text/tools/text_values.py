@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from engine.core.errors import InvalidRequestError
@@ -107,23 +108,10 @@ def _number(text: str) -> str | None:
     return repr(value) if math.isfinite(value) else None
 
 
-def _boolean(text: str) -> str | None:
-    return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text.lower())
+_BOOLEANS = {"true": "true", "1": "true", "false": "false", "0": "false"}
 
 
-def _null(text: str) -> str | None:
-    return "null" if text.lower() in ("null", "none") else None
-
-
-def _object(text: str) -> str | None:
-    return _container(text, "{")
-
-
-def _array(text: str) -> str | None:
-    return _container(text, "[")
-
-
-def _container(text: str, bracket: str) -> str | None:
+def _container(bracket: str, text: str) -> str | None:
     """Return an object or array as JSON; models write Python's as well."""
     if text.startswith(bracket) and _loaded(text) is not None:
         return text
@@ -137,13 +125,13 @@ def _any(text: str) -> str | None:
 
 
 # In the order in which they are tried.
-_READERS = {
-    "null": _null,
+_READERS: Mapping[str, Callable[[str], str | None]] = {
+    "null": lambda text: "null" if text.lower() in ("null", "none") else None,
     "integer": _integer,
     "number": _number,
-    "boolean": _boolean,
-    "object": _object,
-    "array": _array,
+    "boolean": lambda text: _BOOLEANS.get(text.lower()),
+    "object": partial(_container, "{"),
+    "array": partial(_container, "["),
 }
 
 

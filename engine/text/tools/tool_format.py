@@ -174,6 +174,7 @@ class CallParser(PieceParser):
         self._closing = ""  # the mark that may end the current calls
         self._held = ""  # read since the last call or content: markup if a call follows, content if not
         self._has_called = False
+        self._is_fresh = True  # neither a mark nor content so far, but for space
 
     def finish(self) -> list[Piece]:
         if self._step == self._broken:
@@ -252,6 +253,7 @@ class CallParser(PieceParser):
 
     def _content(self, text: str) -> None:
         if text:
+            self._is_fresh = False
             self._pieces.append(Content(text))
 
     def _arguments(self, text: str) -> None:
