@@ -10,6 +10,16 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+from huggingface_hub import constants, get_token
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
 from engine.files.formats import LOCAL
 from engine.system.regular_file import reason
 
@@ -19,8 +29,6 @@ _RETRIED = (408, 429)  # and those from 500 on
 
 def request_errors() -> tuple[type[Exception], ...]:
     """Return the classes of errors that a request may raise, those of an answer that is no hub's among them."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
-
     library = import_module(HTTPError.__module__.partition(".")[0])  # which HTTP library depends on the version
     foreign = HfHubHTTPError, HTTPError, library.InvalidURL, library.StreamError
     return (*foreign, OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -28,15 +36,11 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 def is_offline(error: Exception) -> bool:
     """Return whether HF_HUB_OFFLINE forbade a request."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
     return isinstance(error, OfflineModeIsEnabled)
 
 
 def is_transient(error: Exception) -> bool:
     """Return whether a request that failed so may succeed when it is made again."""
-    from huggingface_hub.errors import HTTPError
-
     status = _status(error)
     return status >= 500 or status in _RETRIED if status else isinstance(error, HTTPError)
 
@@ -51,8 +55,6 @@ def why(error: Exception) -> str:
 
 def sentence(error: Exception, repo: str, store: Path, revision: str | None = None) -> str:
     """Return what went wrong with a repository, and what to do."""
-    from huggingface_hub.constants import ENDPOINT
-    from huggingface_hub.errors import HTTPError
 
     cache = store.parent
     if is_offline(error):
@@ -61,7 +63,7 @@ def sentence(error: Exception, repo: str, store: Path, revision: str | None = No
         return _refusal(error, status, repo, revision)
     if isinstance(error, (HTTPError, TimeoutError)):
         return (
-            f"The hub at {ENDPOINT} cannot be reached ({why(error)}), so {repo!r} cannot be fetched; check the network and "
+            f"The hub at {constants.ENDPOINT} cannot be reached ({why(error)}), so {repo!r} cannot be fetched; check the network and "
             f"HF_ENDPOINT, or name {LOCAL}."
         )
     if isinstance(error, OSError) and error.errno in _FULL:
@@ -71,32 +73,28 @@ def sentence(error: Exception, repo: str, store: Path, revision: str | None = No
         )
     if isinstance(error, OSError):
         return f"{cache} cannot be written: {reason(error)}; name another folder with --download-dir."
-    return f"{ENDPOINT} does not answer as a model hub does ({why(error)}); check HF_ENDPOINT."
+    return f"{constants.ENDPOINT} does not answer as a model hub does ({why(error)}); check HF_ENDPOINT."
 
 
 def _refusal(error: Exception, status: int, repo: str, revision: str | None) -> str:
     """Return the sentence for an answer of the hub that is an error."""
-    from huggingface_hub import get_token
-    from huggingface_hub.constants import ENDPOINT
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
     if isinstance(error, GatedRepoError):
-        return f"{repo!r} is gated: accept its terms at {ENDPOINT}/{repo}, and set HF_TOKEN to a token of that account."
+        return f"{repo!r} is gated: accept its terms at {constants.ENDPOINT}/{repo}, and set HF_TOKEN to a token of that account."
     if isinstance(error, RevisionNotFoundError):
         return f"--revision is {revision!r}, which {repo!r} does not have; leave it out for the main branch."
     if isinstance(error, RepositoryNotFoundError) or status == 404:
         token = "the token in use may not read it" if get_token() else "private, which needs a token in HF_TOKEN"
         spelling = "check the spelling" if "/" in repo else "ids have two parts, as Qwen/Qwen3-0.6B has"
-        return f"{repo!r} is not on {ENDPOINT}, or {token}; {spelling}, or name {LOCAL}."
+        return f"{repo!r} is not on {constants.ENDPOINT}, or {token}; {spelling}, or name {LOCAL}."
     if status in (401, 403):
-        return f"{ENDPOINT} refuses {repo!r} (HTTP {status}); set HF_TOKEN to a token that may read it."
+        return f"{constants.ENDPOINT} refuses {repo!r} (HTTP {status}); set HF_TOKEN to a token that may read it."
     if status == 429:
-        return f"{ENDPOINT} has had too many requests from here (HTTP 429); try again later, or set HF_TOKEN."
-    return f"{ENDPOINT} answers HTTP {status}, so {repo!r} cannot be fetched; try again later, or name {LOCAL}."
+        return f"{constants.ENDPOINT} has had too many requests from here (HTTP 429); try again later, or set HF_TOKEN."
+    return (
+        f"{constants.ENDPOINT} answers HTTP {status}, so {repo!r} cannot be fetched; try again later, or name {LOCAL}."
+    )
 
 
 def _status(error: Exception) -> int:
     """Return the HTTP status of an error; 0 if there was no answer."""
-    from huggingface_hub.errors import HfHubHTTPError
-
     return error.response.status_code if isinstance(error, HfHubHTTPError) else 0

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from huggingface_hub import constants
+
 from engine.core.errors import ModelLoadError
 from engine.core.types import ReportProgress
 from engine.files.quant_config import BESIDE
@@ -47,13 +49,12 @@ class HubModel:
     """A model of the hub: its repository at one commit, and the cache that keeps it."""
 
     def __init__(self, model: str, revision: str | None, cache_folder: Path) -> None:
-        from huggingface_hub.constants import DEFAULT_REVISION
 
         self.repo, self._tag = split_tag(model)
         self._store = cache_folder / f"models--{self.repo.replace('/', '--')}"
         self._listing = list_files(self.repo, revision, self._store)
         self._folder = self._store / "snapshots" / self._listing.commit
-        self._revision = revision or DEFAULT_REVISION
+        self._revision = revision or constants.DEFAULT_REVISION
 
     @property
     def _subject(self) -> str:
@@ -178,6 +179,5 @@ class HubModel:
 @cache
 def open_model(model: str, revision: str | None, download_dir: str | None) -> HubModel:
     """Return a model of the hub, listed once a process. Raises ModelLoadError."""
-    from huggingface_hub.constants import HF_HUB_CACHE
 
-    return HubModel(model, revision, Path(download_dir or HF_HUB_CACHE).expanduser().absolute())
+    return HubModel(model, revision, Path(download_dir or constants.HF_HUB_CACHE).expanduser().absolute())

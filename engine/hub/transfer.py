@@ -19,6 +19,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from huggingface_hub import HfApi, ModelInfo, constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status
+
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress, ReportProgress
 from engine.files.formats import LOCAL
@@ -30,7 +34,6 @@ from engine.system.version import VERSION
 
 if TYPE_CHECKING:
     from httpx2 import Response  # huggingface_hub's HTTP library
-    from huggingface_hub import ModelInfo
     from typing_extensions import Self
 
 log = logging.getLogger("quire.hub")
@@ -58,8 +61,6 @@ class Listing(NamedTuple):
 
 def list_files(repo: str, revision: str | None, store: Path) -> Listing:
     """Return the hub's listing of a repository, else the cache's. Raises ModelLoadError."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
 
     try:
         api = HfApi(library_name="quire", library_version=VERSION)
@@ -111,9 +112,8 @@ def safe_name(name: str) -> str:
 
 def _list_cache(revision: str | None, store: Path) -> Listing | None:
     """Return the files of a revision that are in the cache, or None."""
-    from huggingface_hub.constants import DEFAULT_REVISION
 
-    revision = revision or DEFAULT_REVISION
+    revision = revision or constants.DEFAULT_REVISION
     try:
         commit = read_text(store / "refs" / revision, 1024).strip()
     except (OSError, ValueError):
@@ -137,8 +137,6 @@ _PIECE_BYTES = 1 << 20
 @contextmanager
 def open_file(repo: str, commit: str, name: str, start: int, end: int | None = None) -> Iterator[Response]:
     """Yield the response with a file's bytes from `start` on. Raises the libraries' errors."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = build_hf_headers(library_name="quire", library_version=VERSION)
     headers["Accept-Encoding"] = "identity"  # sizes and ranges are those of the file
@@ -190,7 +188,6 @@ class Transfer:
         """Return a file's size and digest, asking for them if the listing had none."""
         if file.size is not None and file.digest is not None:
             return file.size, file.digest
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         found = get_hf_file_metadata(hf_hub_url(self._repo, name, revision=self._commit), timeout=ANSWER_S)
         if found.size is None or found.etag is None:
@@ -216,13 +213,12 @@ class Transfer:
             )
 
     def _describe(self, total: int) -> str:
-        from huggingface_hub.constants import ENDPOINT
 
         first = max(self._files, key=lambda name: self._files[name][0])
         others = f" and {len(self._files) - 1} others" if len(self._files) > 1 else ""
         here = sum(self._have.values())
         resumed = f", {human_bytes(here)} of them here already" if here else ""
-        return f"{first}{others}, {human_bytes(total)}{resumed}, from {ENDPOINT} to {self._store.parent}"
+        return f"{first}{others}, {human_bytes(total)}{resumed}, from {constants.ENDPOINT} to {self._store.parent}"
 
     def _work(self) -> None:
         """Fetch files until none is left, or one fails."""
@@ -236,7 +232,6 @@ class Transfer:
 
     def _fetch(self, name: str) -> None:
         """Fetch one file into the cache, unless another process has, and link it into the snapshot."""
-        from huggingface_hub.utils import WeakFileLock
 
         size, digest = self._files[name]
         blob = self._store / "blobs" / digest
