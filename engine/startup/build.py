@@ -400,7 +400,7 @@ def _load_adapters(parts: _Parts, num_tokens: int) -> tuple[Adapters, int]:
         return Adapters(), 0
     assert model.capabilities.adapters, "load_model has refused any other"
     loader = LoraLoader(
-        model.adapter_targets(),
+        model.adapter_targets,
         max_rank=config.max_lora_rank,
         dtype=model.dtype,
         device=parts.device,

@@ -61,7 +61,7 @@ def merge(model: torch.nn.Module, folder: Path) -> None:
 
 def _shapes(model: torch.nn.Module | Decoder, names: Sequence[str]) -> dict[str, tuple[int, int]]:
     if isinstance(model, Decoder):
-        every = {name: (target.num_rows, target.shape[1]) for name, target in model.adapter_targets().items()}
+        every = {name: (target.num_rows, target.shape[1]) for name, target in model.adapter_targets.items()}
         return {name: shape for name, shape in every.items() if name.rpartition(".")[2] in names}
     return {name: tuple(module.weight.shape) for name, module in linears(model, names).items()}
 
@@ -79,7 +79,7 @@ def linears(model: torch.nn.Module, targets: Sequence[str]) -> dict[str, torch.n
 def load_adapter(model: Any, folder: Path, name: str = "some", max_rank: int = 64) -> LoraAdapter:
     assert model.capabilities.adapters
     loader = LoraLoader(
-        model.adapter_targets(),
+        model.adapter_targets,
         max_rank=max_rank,
         dtype=model.dtype,
         device=torch.device("cpu"),

@@ -45,7 +45,7 @@ def test_sums_are_not_rounded_to_the_weights_type(products: list[str], has_bias:
 def test_a_model_leaves_its_logits_where_it_is_told(tmp_path: Path) -> None:
     save_tiny(CASES["granite"], tmp_path)  # whose logits are divided afterwards
     model = load(tmp_path)
-    hidden, out = torch.randn(3, model._config.hidden_size), torch.empty(3, model.vocab_size)
+    hidden, out = torch.randn(3, model.config.hidden_size), torch.empty(3, model.vocab_size)
     assert model.logits(hidden, out) is out
     assert torch.equal(out, model.logits(hidden))
 

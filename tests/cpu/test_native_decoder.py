@@ -79,7 +79,7 @@ def run(
         batch = make_batch(steps, used, 4)
         batch.ids = torch.randint(3, 128, batch.ids.shape, generator=generator)
         backend.prepare(batch)
-        out = torch.empty(len(batch.ids), len(layers), model._config.hidden_size, dtype=model.dtype)
+        out = torch.empty(len(batch.ids), len(layers), model.config.hidden_size, dtype=model.dtype)
         streams = Streams(layers, out) if wanted is rows and layers else None
         with torch.inference_mode(), by_definition() if not in_one_call else nullcontext():
             hidden = model.forward(batch.ids, batch.positions, attention, wanted, streams=streams)
@@ -121,7 +121,7 @@ def test_one_call_copies_the_streams_of_its_parts(library: Library, name: str, t
         torch.testing.assert_close(ours, parts, atol=2e-4, rtol=2e-4)
         assert (ours[1][:, 0] - ours[1][:, 1]).std() > 0.01
     ids = torch.randint(3, 128, (9,))
-    attention, out = DenseAttention(model.states), torch.empty(9, 2, model._config.hidden_size)
+    attention, out = DenseAttention(model.states), torch.empty(9, 2, model.config.hidden_size)
     with torch.inference_mode():
         model.forward(ids, torch.arange(9), attention, streams=Streams((1, 2), out))
         expected = theirs(ids[None], output_hidden_states=True, use_cache=False).hidden_states

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.attention import Attention
 from engine.runtime.layers.mlp import MLP
 from engine.runtime.layers.model_config import ModelConfig
@@ -178,6 +177,7 @@ class AltUpLayer:
         num, hidden, rank = config.altup.num_streams, config.hidden_size, config.altup.rank
         sparsity = config.layers[layer].sparsity
         self._attention = Attention(config, layer, make, state)
+        self.states = self._attention.states
         self._feed_forward = SparseMLP(config, layer, make, sparsity) if sparsity else MLP(config, layer, make)
         self._before, self._after, self._before_ff, self._after_ff, self._after_gate = (
             RMSNorm(make, name, hidden, config)
@@ -240,11 +240,6 @@ class AltUpLayer:
 
     def _modalities(self, x: Tensor) -> Tensor:
         return F.linear(F.rms_norm(x.float(), x.shape[-1:], None, self._eps), self._router).tanh()
-
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        """Return what attention keeps of each token."""
-        return self._attention.states
 
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the loaded layer to the native library, or return None if that cannot compute it."""

@@ -33,6 +33,7 @@ class CausalLM(Protocol):
     vocab_size: int  # of the logits
     max_model_len: int  # positions the weights were made for
     dtype: torch.dtype
+    adapter_targets: Mapping[str, Target]  # the matrices that adapters can change, by their names in checkpoints
 
     @property
     def capabilities(self) -> ModelCapabilities:
@@ -59,8 +60,4 @@ class CausalLM(Protocol):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
-        ...
-
-    def adapter_targets(self) -> Mapping[str, Target]:
-        """Return the matrices that adapters can change, by their names in checkpoints."""
         ...

@@ -5,7 +5,7 @@ It is created empty, loaded by `loads`, and completed by `finish`. Then the engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import addressof
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +25,6 @@ from engine.runtime.lora.loader import AdapterRows, NativeAdapters, addends
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
-from engine.runtime.parallel.group import Group
 from engine.runtime.schemes.linear import Embedding, Linear, Scheme, ShardedEmbedding
 from engine.runtime.weights.expert_names import their_name
 
@@ -51,16 +50,16 @@ class Decoder:
         plan = {"model.embed_tokens": colwise("vocabulary"), "lm_head": colwise("vocabulary")}
         make = Maker(dtype, device, scheme, loads=[], targets={}, shards=shards, plan=plan, state_dtype=state_dtype)
         num_ids = config.vocab_size
-        self._group, self._shards = make.group, shards
+        self.group, self._shards = make.group, shards
         if shards is not None:
             config, num_ids = shards.config, shards.vocabulary.num
         self.loads = make.loads
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_positions
         self.dtype = dtype
-        self._config = config
+        self.config = config  # of this rank's part
         self._device = device
-        self._targets = make.targets
+        self.adapter_targets: Mapping[str, Target] = make.targets
         # ids [T] -> [T, hidden], as stored
         self.embed = Embedding() if shards is None else ShardedEmbedding(make.group, shards.vocabulary.first, num_ids)
         if not config.tied_head:
@@ -86,21 +85,6 @@ class Decoder:
         self._last_holder = max(i for i, layer in enumerate(config.layers) if layer.mixer and layer.source is None)
         # The rotary of each layer; the index after the last rotary stands for a layer without positions.
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
-
-    @property
-    def is_tied(self) -> bool:
-        """Return whether the embedding is the head's matrix, too."""
-        return self._config.tied_head
-
-    @property
-    def group(self) -> Group:
-        """Return the ranks that hold the model."""
-        return self._group
-
-    @property
-    def config(self) -> ModelConfig:
-        """Return the model's settings, of this rank's part."""
-        return self._config
 
     @property
     def capabilities(self) -> ModelCapabilities:
@@ -153,7 +137,7 @@ class Decoder:
             x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
         if self._streams is not None:
             x = self._streams.gather(x)
-        return self._norm.add(x, delta, self._config.residual_multiplier)
+        return self._norm.add(x, delta, self.config.residual_multiplier)
 
     def _embedded(self, ids: Tensor, vectors: Vectors | None) -> Tensor:
         """Return what enters the first layer: scaled embeddings, or the vectors in their place."""
@@ -167,7 +151,7 @@ class Decoder:
     def _copy_stream(self, x: Tensor, delta: Tensor | None, streams: Streams, layer: int) -> None:
         """Write x + scale * delta, the sum that enters a layer."""
         out = streams.out[:, streams.layers.index(layer)]
-        out.copy_(x if delta is None else torch.add(x, delta, alpha=self._config.residual_multiplier))
+        out.copy_(x if delta is None else torch.add(x, delta, alpha=self.config.residual_multiplier))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
@@ -178,23 +162,23 @@ class Decoder:
             logits = self._head.in_float32(hidden, out)
         else:
             logits = self._gathered(self._shards, self._head, hidden, out)
-            if self._group.rank:
+            if self.group.rank:
                 return logits
-        if self._config.logit_multiplier != 1.0:
-            logits.mul_(self._config.logit_multiplier)
-        if self._config.logit_softcap is not None:
-            logits.div_(self._config.logit_softcap).tanh_().mul_(self._config.logit_softcap)
+        if self.config.logit_multiplier != 1.0:
+            logits.mul_(self.config.logit_multiplier)
+        if self.config.logit_softcap is not None:
+            logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
         return logits
 
     def _gathered(self, shards: Shards, head: Linear, hidden: Tensor, out: Tensor | None) -> Tensor:
         """Return all ranks' logits on rank 0; on the others a tensor of no meaning."""
         own = head.in_float32(hidden)
         own = F.pad(own, (0, shards.num_logits - own.shape[1]))  # the last rank may have fewer columns
-        if self._group.rank:
-            self._group.gather(own, None)
+        if self.group.rank:
+            self.group.gather(own, None)
             return own.new_empty((len(own), 1)).expand(-1, self.vocab_size) if out is None else out
         logits = own.new_empty((len(own), self.vocab_size)) if out is None else out
-        self._group.gather(own, logits)
+        self.group.gather(own, logits)
         return logits
 
     def summary(self) -> str:
@@ -208,20 +192,16 @@ class Decoder:
             f"does not compute model.layers.{first}.mlp.{lacking[first]} in {dtype}"
         )
 
-    def adapter_targets(self) -> dict[str, Target]:
-        """Return the matrices that adapters can change, by checkpoint name."""
-        return self._targets
-
     def finish(self, kind: str) -> None:
         """Complete a loaded model; its kind has names for the matrices of adapters."""
         self.loads.clear()
-        self._targets = {their_name(kind, name): target for name, target in self._targets.items()}
+        self.adapter_targets = {their_name(kind, name): target for name, target in self.adapter_targets.items()}
         self._native = self._describe()
 
     def _describe(self) -> NativeDecoder | None:
         """Describe the model to the native library, if that holds every matrix."""
-        library, config = native(), self._config
-        if self._shards is not None and self._group.address is None:
+        library, config = native(), self.config
+        if self._shards is not None and self.group.address is None:
             return None  # the library has no such sums over ranks
         ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
         described = [layer.describe(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
@@ -234,7 +214,7 @@ class Decoder:
             eps=config.norm_eps,
             embedding_scale=self._embedding_multiplier,
             residual_scale=config.residual_multiplier,
-            group=self._group.address,
+            group=self.group.address,
             last_holder=self._last_holder,
         )
         if self._inputs is not None:

@@ -42,13 +42,9 @@ class _FirstLayer:
         self._token_norm = RMSNorm(make, "input_layernorm", hidden, model)
         self._state_norm = RMSNorm(make, "hidden_norm", hidden, model)
         self._attention = Attention(model, 0, make, 0, num_inputs=2 * hidden)
+        self.states = self._attention.states
         self._before_mlp = RMSNorm(make, "post_attention_layernorm", hidden, model)
         self._mlp = MLP(model, 0, make)
-
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        """Return what its attention keeps."""
-        return self._attention.states
 
     def __call__(
         self, tokens: Tensor, states: Tensor, angles: Angles | None, attention: LayerStates

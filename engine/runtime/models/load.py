@@ -292,7 +292,7 @@ def load_decoder(
         model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme, shards=shards,
         state_dtype=state_dtype,
     )  # fmt: skip
-    fill(model.loads, checkpoint, report, is_tied=model.is_tied)
+    fill(model.loads, checkpoint, report, is_tied=model.config.tied_head)
     model.finish(checkpoint.config.text("model_type"))
     if scheme.summary():
         report(Progress("quantization", scheme.summary()))

@@ -77,6 +77,7 @@ class TransformersModel:
     def __init__(self, model: Any, max_model_len: int, source: str) -> None:
         self.max_model_len = max_model_len
         self.dtype: torch.dtype = model.dtype
+        self.adapter_targets: Mapping[str, Target] = {}  # adapters cannot change this model
         self._body = model.get_decoder()
         if self._body is model.get_output_embeddings():  # which ModernBERT's decoders call "decoder"
             self._body = model.base_model
@@ -121,10 +122,6 @@ class TransformersModel:
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden if rows is None else hidden.index_select(0, rows)
-
-    def adapter_targets(self) -> dict[str, Target]:
-        """Return {}: adapters cannot change this model."""
-        return {}
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
