@@ -108,10 +108,6 @@ def _device_of_layers(value: Any) -> str:
     return "cpu" if str(value) == "0" else "auto"
 
 
-def _context(value: Any) -> Any:
-    return "auto" if str(value) == "0" else value
-
-
 def _thinking(value: Any) -> Any:
     raise ValueError(
         f"{value!r} cannot be set for all requests; send thinking_token_budget or reasoning_effort with them"
@@ -125,16 +121,10 @@ def _rope(value: Any) -> Mapping[str, Any]:
     return _object(value)
 
 
-def _names(value: Any) -> list[str]:
-    return [name.strip() for name in str(value).split(",") if name.strip()]
-
-
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    "context": _context,
     "device_of_layers": _device_of_layers,
     "float": float,
     "int": int,
-    "names": _names,
     "pooler": _pooler,
     "rope": _rope,
     "thinking": _thinking,
