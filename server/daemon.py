@@ -92,7 +92,7 @@ class Daemon(uvicorn.Server):
         self._tls = tls
         self._timeout_s = shutdown_timeout_s
         self._num_signals = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # that `serve` runs in
         self._tasks: list[asyncio.Task[None]] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -119,12 +119,10 @@ class Daemon(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of signal handlers
         """Wake the loop and do nothing else: a signal arrives between any two bytecodes of the main thread."""
-        assert self._loop is not None
         self._loop.call_soon_threadsafe(self._on_signal, signal.Signals(sig).name)
 
     def _on_signal(self, name: str) -> None:
         self._num_signals += 1
-        assert self._loop is not None
         if self._num_signals == 1:
             num_open = self._client.num_open
             doing = f"finishing {num_open} open requests within {self._timeout_s:g} s" if num_open else "stopping"
@@ -139,7 +137,6 @@ class Daemon(uvicorn.Server):
 
     def _log_state(self) -> None:
         """Log the state of the engine and of every thread, as one record."""
-        assert self._loop is not None
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(self._loop.create_task(self._write_state()))
 
@@ -178,7 +175,6 @@ class Daemon(uvicorn.Server):
             self._abandon()
         finally:
             self.should_exit = True
-            assert self._loop is not None
             self._loop.call_later(LEAVE_S, leave)
 
     def _log_end(self, num_open: int) -> None:

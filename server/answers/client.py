@@ -91,7 +91,7 @@ class EngineClient:
         self.is_draining = False
         self.is_abandoned = False  # the engine did not stop in time; its events are ignored
         self._answers: dict[str, Answer] = {}  # by request id
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # that `start` is called in
         self._ended = asyncio.Event()
         self._waking: deque[asyncio.Future[None]] = deque()  # readers that have events
 
@@ -139,12 +139,10 @@ class EngineClient:
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
         """Engine thread: schedule the delivery of a step's events."""
-        assert self._loop is not None
         self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _on_end(self) -> None:
         """Engine thread: report its end."""
-        assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ended without the engine
             self._loop.call_soon_threadsafe(self._ended.set)
 
@@ -160,7 +158,6 @@ class EngineClient:
         """Wake a reader, behind those that wait for it already."""
         self._waking.append(reader)
         if len(self._waking) == 1:
-            assert self._loop is not None
             self._loop.call_soon(self._wake_some)
 
     def _wake_some(self) -> None:
@@ -170,5 +167,4 @@ class EngineClient:
             if not reader.done():  # else its request was cancelled
                 reader.set_result(None)
         if self._waking:
-            assert self._loop is not None
             self._loop.call_soon(self._wake_some)
