@@ -133,7 +133,15 @@ def _parts(
         shares_prefixes=config.share_prefix_cache,
     )
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
-    limits = _limits(engine, tokenizer, config)
+    limits = ModelLimits.of(
+        engine.config,
+        engine.facts.vocab_size,
+        tokenizer,
+        max_logprobs=config.max_logprobs,
+        generates=engine.facts.generates,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
     history = _history(engine, tokenizer, config, metrics)
     preprocessor = ChatPreprocessor(limits, config.default_chat_template_kwargs or {}, history, images)
     model = ServedModel(engine, preprocessor, config, _reader(images, config))
@@ -185,18 +193,6 @@ def _reader(images: ImagePreprocessor | None, config: AppConfig) -> ImageReader 
     from server.answers.images import ImageReader
 
     return ImageReader(images, config)
-
-
-def _limits(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> ModelLimits:
-    return ModelLimits.of(
-        engine.config,
-        engine.facts.vocab_size,
-        tokenizer,
-        max_logprobs=config.max_logprobs,
-        generates=engine.facts.generates,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
-    )
 
 
 def _history(

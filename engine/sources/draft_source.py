@@ -125,7 +125,8 @@ def config_path(config: EngineConfig) -> Path | None:
 def _method(asked: SpeculativeConfig, draft: HFConfig) -> str:
     """Return the method of a draft model, from its config, then its name. Raises ConfigError."""
     assert asked.model is not None, "otherwise a method is given"
-    method = _method_in(draft) or next((each for word, each in _NAMED.items() if word in _name(asked.model)), "")
+    named = Path(asked.model).name.lower()
+    method = _method_in(draft) or next((each for word, each in _NAMED.items() if word in named), "")
     if method and method not in METHODS:
         raise ConfigError(
             f"{FLAG}: {asked.model} is a draft of the method {method!r}, which Quire does not serve; choose one of "
@@ -152,7 +153,3 @@ def _num_drafts(method: str, draft: HFConfig) -> int:
     if isinstance(proposals, list) and proposals and isinstance(proposals[0], Mapping):
         return HFConfig(proposals[0], draft.source).size("speculative_tokens", DEFAULT_DRAFTS)
     return DEFAULT_DRAFTS
-
-
-def _name(model: str) -> str:
-    return Path(model).name.lower()

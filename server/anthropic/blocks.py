@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.text.chat_template import in_parts
 from engine.text.fields.body import Integer, RequestBody
 
 _KINDS = ("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -21,10 +22,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 }
 _ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
 _ROLES |= dict.fromkeys(("image", "tool_result"), "user")
-
-
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class CacheControl(RequestBody):
@@ -100,7 +97,7 @@ class Block(RequestBody):
         return self
 
 
-Blocks = Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
+Blocks = Annotated[list[Block], BeforeValidator(in_parts, json_schema_input_type=str | list[Block])]
 
 
 class Turn(RequestBody):

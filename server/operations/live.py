@@ -8,7 +8,7 @@ The pool is drawn as a bounded number of cells, whatever its size. A cell covers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -156,21 +156,14 @@ async def live(
         "targets": {"held": stats.targeted, "met": stats.met},
         "ttft": {"sum_s": stats.ttft_s.sum, "count": stats.ttft_s.count},
         "itl": {"sum_s": stats.itl_s.sum, "count": stats.itl_s.count},
-        "sequences": [_sequence(view) for view in views],
-        "ended": [_ended(end) for end in log.ended(since) if owner in (DEFAULT, end.owner)],
+        "sequences": [{**_shown(view, _OF_SEQUENCE), "num_blocks": len(view.all_blocks)} for view in views],
+        "ended": [_shown(end, _OF_ENDED) for end in log.ended(since) if owner in (DEFAULT, end.owner)],
     }
     return Response(to_json(document), media_type="application/json", headers={"cache-control": "no-store"})
 
 
-def _name(request_id: str, choice: int) -> dict[str, Any]:
-    """Return what names a sequence both in a snapshot and at its end."""
-    return {"tag": request_id[:TAG_CHARS], "prompt": request_id.rpartition("-")[2][:TAG_CHARS], "choice": choice}
-
-
-def _ended(end: EndedSequence) -> dict[str, Any]:
-    return {**_name(end.request_id, end.choice), **{name: getattr(end, name) for name in _OF_ENDED}}
-
-
-def _sequence(view: SequenceView) -> dict[str, Any]:
-    shown = {name: getattr(view, name) for name in _OF_SEQUENCE}
-    return {**_name(view.request_id, view.choice), **shown, "num_blocks": len(view.all_blocks)}
+def _shown(sequence: SequenceView | EndedSequence, fields: Iterable[str]) -> dict[str, Any]:
+    """Return fields of a sequence, with what names it both in a snapshot and at its end."""
+    name = sequence.request_id
+    named = {"tag": name[:TAG_CHARS], "prompt": name.rpartition("-")[2][:TAG_CHARS], "choice": sequence.choice}
+    return {**named, **{field: getattr(sequence, field) for field in fields}}

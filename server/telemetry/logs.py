@@ -113,15 +113,11 @@ def configure_logging(level: str, layout: str, uvicorn_level: str | None = None)
     threading.excepthook = _log_end_of_thread
     for name in OURS:
         logging.getLogger(name).setLevel(level.upper())
-    logging.getLogger("uvicorn.error").addFilter(_is_new)
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != _NO_HTTP)
     if uvicorn_level is not None:
         logging.getLogger("uvicorn").setLevel(_TRACE if uvicorn_level == "trace" else uvicorn_level.upper())
     elif level == "info":  # uvicorn's own start and stop lines repeat ours
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-
-
-def _is_new(record: logging.LogRecord) -> bool:
-    return record.msg != _NO_HTTP
 
 
 def _log_end_of_thread(end: threading.ExceptHookArgs) -> None:

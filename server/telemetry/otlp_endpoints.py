@@ -26,12 +26,8 @@ class Endpoints(NamedTuple):
     metrics: str | None
 
 
-def _ignore(_: str) -> None:
-    pass
-
-
 def find_endpoints(
-    config: AppConfig, warn: Callable[[str], None] = _ignore, environment: Mapping[str, str] = os.environ
+    config: AppConfig, warn: Callable[[str], None] = lambda _: None, environment: Mapping[str, str] = os.environ
 ) -> Endpoints | None:
     """Return the addresses, or None if no signal is exported. Raises ConfigError."""
     given = {"traces": config.otlp_traces_endpoint, "metrics": config.otlp_metrics_endpoint}

@@ -157,7 +157,8 @@ def _draw_rows(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
     """Apply temperature, filters and noise; scores are relative to the row's best."""
     temperature = _on(logits, [wish.temperature for wish in wishes])
     scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
-    _keep_min_p(scores, _on(logits, [lowest_score(wish.min_p) for wish in wishes]))
+    lowest = _on(logits, [lowest_score(wish.min_p) for wish in wishes])
+    scores.masked_fill_(scores < lowest[:, None], -torch.inf)
     vocab_size = scores.shape[1]
     if any(0 < wish.top_k < vocab_size for wish in wishes):
         top_k = [min(wish.top_k or vocab_size, vocab_size) for wish in wishes]
@@ -169,11 +170,6 @@ def _draw_rows(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
 
 # Filters of rows of scores relative to the best: each sets those that it removes to -inf, in place. Equal scores at the
 # limit are all kept, so the result does not depend on the order of a sort.
-
-
-def _keep_min_p(scores: Tensor, lowest: Tensor) -> None:
-    """Keep tokens at least min_p times as likely as the best; lowest is log(min_p)."""
-    scores.masked_fill_(scores < lowest[:, None], -torch.inf)
 
 
 def _keep_top_k(scores: Tensor, top_k: Tensor) -> None:

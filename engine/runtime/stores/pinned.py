@@ -75,9 +75,6 @@ class PinnedPool(HostPool):
         if not all(blocks.isdisjoint(table) for row in plan.rows for table in row.tables):  # no earlier row reads them
             step.wait_event(self._arrived)
 
-    def row(self, host_block: int) -> memoryview:
-        return self._bytes[host_block]
-
     def finish_copies(self) -> None:
         self._stream.synchronize()
 

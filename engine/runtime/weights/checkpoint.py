@@ -173,7 +173,7 @@ FLOATS = ("F32", "BF16", "F16", "F64")
 CODES = ("I8", "U8", "I16", "I32", "I64", "F8_E4M3", "F8_E8M0")
 _WEIGHTS = (".weight_packed", ".qweight", "_blocks", ".weight")  # the names of a module's codes
 # Scales of activations and of the KV cache: Quire chooses its own. A packed weight's shape is known from the config.
-_UNUSED = (
+UNUSED = (
     ".input_scale",
     ".activation_scale",
     ".activation_scale_ub",
@@ -206,11 +206,6 @@ def dtype_of(kind: str) -> torch.dtype:
 
     dtype: torch.dtype = getattr(torch, TYPES[kind][1])
     return dtype
-
-
-def is_unused(name: str) -> bool:
-    """Return whether a quantised checkpoint's tensor is read by no model."""
-    return name.endswith(_UNUSED)
 
 
 def is_packed(headers: Headers, module: str) -> bool:

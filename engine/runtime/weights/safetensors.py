@@ -25,13 +25,13 @@ from engine.runtime.weights.checkpoint import (
     CODES,
     FLOATS,
     TYPES,
+    UNUSED,
     Checkpoint,
     Header,
     Headers,
     StoredTensor,
     check_packed,
     dtype_of,
-    is_unused,
     module_of,
 )
 from engine.runtime.weights.expert_names import Part, expert_parts
@@ -260,7 +260,7 @@ class SafetensorsCheckpoint(Checkpoint):
         """Return whether no model reads a tensor: GPTQ writes biases of zeros to modules that have none."""
         if self.quantization is None or tensor.name in wanted:
             return False
-        if is_unused(tensor.name):
+        if tensor.name.endswith(UNUSED):
             return True
         is_spare = bool(wanted) and tensor.name.endswith(".bias")
         return is_spare and tensor.name.removesuffix(".bias") + ".qweight" in headers and _is_zero(tensor)
