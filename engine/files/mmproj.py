@@ -32,6 +32,7 @@ class Mmproj(NamedTuple):
     tokens: Mapping[str, str]  # by keys of config.json: not the ids, but the tokens
     processor: Values  # preprocessor_config.json
     sections: list[int] | None  # of the text model's rotation, in three axes
+    paired_rows: int  # of a head, where its rows are in the order of a rotation of neighbours; else 0
 
 
 class Projector(NamedTuple):
@@ -47,13 +48,14 @@ def read_mmproj(path: Path, model: Path) -> Mmproj:
     """Return the vision half in a file, for the text half in another. Raises ConfigError or ModelLoadError."""
     if model.is_dir():
         raise ConfigError(f"--mmproj is {path}, and {model} has its vision tower in its own files; leave it out.")
-    metadata, text = read_header(path).metadata, read_header(model).metadata
+    (metadata, tensors), text = read_header(path), read_header(model).metadata
     arch, own_arch = HFConfig(text, str(model)).text("general.architecture"), metadata.get("general.architecture")
     if own_arch != "clip":
         raise ModelLoadError(
             f"{path} is not the vision half of a model (its architecture is {own_arch!r}, not 'clip'); name mmproj-*.gguf."
         )
-    meta = HFConfig({key.removeprefix(_PREFIX): value for key, value in metadata.items()}, str(path))
+    values = {key.removeprefix(_PREFIX): value for key, value in metadata.items()}
+    meta = HFConfig({**values, "tensors": {tensor.name for tensor in tensors}}, str(path))
     name = metadata.get("clip.projector_type", metadata.get("clip.vision.projector_type"))
     if name not in PROJECTORS:
         raise ModelLoadError(
@@ -74,7 +76,8 @@ def read_mmproj(path: Path, model: Path) -> Mmproj:
         )
     config = {"model_type": row.kinds[arch], **row.config(meta)}
     rule = {"image_mean": meta.numbers("image_mean"), "image_std": meta.numbers("image_std"), **row.processor(meta)}
-    return Mmproj(path, name, config, row.tokens, rule, text.get(f"{arch}.rope.dimension_sections"))
+    pairs = meta.size("embedding_length") // meta.size("attention.head_count") if name == "pixtral" else 0
+    return Mmproj(path, name, config, row.tokens, rule, text.get(f"{arch}.rope.dimension_sections"), pairs)
 
 
 def find_mmproj(model: Path) -> Path | None:
@@ -93,57 +96,95 @@ def preference(name: str) -> tuple[int, str]:
     return next((place for place, kind in enumerate(_KINDS) if kind in name.lower()), len(_KINDS)), name
 
 
-def _sizes(meta: HFConfig, num_layers: str, num_heads: str) -> Values:
+def _tower(meta: HFConfig, **more: Any) -> Values:
+    """Return a tower's settings in the usual spelling."""
     return {
         "hidden_size": meta.size("embedding_length"),
         "intermediate_size": meta.size("feed_forward_length"),
-        num_layers: meta.size("block_count"),
-        num_heads: meta.size("attention.head_count"),
+        "num_hidden_layers": meta.size("block_count"),
+        "num_attention_heads": meta.size("attention.head_count"),
         "patch_size": meta.size("patch_size"),
-    }
-
-
-def _siglip(meta: HFConfig) -> Values:
-    return {
-        **_sizes(meta, "num_hidden_layers", "num_attention_heads"),
         "image_size": meta.size("image_size"),
         "vision_use_head": False,
+        **more,
     }
 
 
-def _gemma3(meta: HFConfig) -> Values:
-    side = meta.size("image_size") // meta.size("patch_size") // meta.size("projector.scale_factor", 4)
-    return {"vision_config": _siglip(meta), "mm_tokens_per_image": side * side}
-
-
-def _qwen3(meta: HFConfig) -> Values:
-    flags = meta.values.get("is_deepstack_layers", ())
+def _qwen(meta: HFConfig, **more: Any) -> Values:
+    """Return the settings of a Qwen-VL, whose tower has a spelling of its own."""
     tower = {
-        **_sizes(meta, "depth", "num_heads"),
-        "out_hidden_size": meta.size("projection_dim"),
+        "depth": meta.size("block_count"),
+        "hidden_size": meta.size("embedding_length"),
+        "intermediate_size": meta.size("feed_forward_length"),
+        "num_heads": meta.size("attention.head_count"),
+        "patch_size": meta.size("patch_size"),
         "spatial_merge_size": meta.size("spatial_merge_size", 2),
-        "num_position_embeddings": (meta.size("image_size") // meta.size("patch_size")) ** 2,
-        "deepstack_visual_indexes": [layer for layer, flag in enumerate(flags) if flag],
+        "out_hidden_size": meta.size("projection_dim"),
+        **more,
     }
     return {"vision_config": tower}
 
 
-def _qwen_processor(fewest: int, most: int) -> Callable[[HFConfig], Values]:
-    def made(meta: HFConfig) -> Values:
-        return {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": meta.size("patch_size"),
-            "merge_size": meta.size("spatial_merge_size", 2),
-            "size": {
-                "shortest_edge": meta.size("image_min_pixels", fewest),
-                "longest_edge": meta.size("image_max_pixels", most),
-            },
-        }
-
-    return made
+def _qwen2(meta: HFConfig) -> Values:
+    return _qwen(meta, embed_dim=meta.size("embedding_length"), hidden_size=meta.size("projection_dim"))
 
 
-def _idefics3_processor(meta: HFConfig) -> Values:
+def _qwen2_5(meta: HFConfig) -> Values:
+    every, window = meta.size("n_wa_pattern"), meta.size("window_size", 112)
+    whole = list(range(every - 1, meta.size("block_count"), every))
+    return _qwen(meta, fullatt_block_indexes=whole, window_size=window)
+
+
+def _qwen3(meta: HFConfig) -> Values:
+    flags, side = meta.values.get("is_deepstack_layers", ()), meta.size("image_size") // meta.size("patch_size")
+    deep = [layer for layer, flag in enumerate(flags) if flag]
+    return _qwen(meta, num_position_embeddings=side * side, deepstack_visual_indexes=deep)
+
+
+def _gemma3(meta: HFConfig) -> Values:
+    side = meta.size("image_size") // meta.size("patch_size") // meta.size("projector.scale_factor", 4)
+    return {"vision_config": _tower(meta), "mm_tokens_per_image": side * side}
+
+
+def _idefics3(meta: HFConfig) -> Values:
+    return {"vision_config": _tower(meta), "scale_factor": meta.size("projector.scale_factor", 2)}
+
+
+def _mistral3(meta: HFConfig) -> Values:
+    act = "silu" if meta.flag("clip.use_silu") else "gelu"
+    tower = _tower(meta, model_type="pixtral", hidden_act=act)
+    return {
+        "vision_config": tower,
+        "spatial_merge_size": meta.size("spatial_merge_size", 1),
+        "vision_feature_layer": -1,
+    }
+
+
+def _internvl(meta: HFConfig) -> Values:
+    sides = {key: [meta.size(key)] * 2 for key in ("image_size", "patch_size")}
+    tower = _tower(
+        meta,
+        attention_bias="v.blk.0.attn_q.bias" in meta.values["tensors"],
+        layer_norm_eps=meta.number("attention.layer_norm_epsilon"),
+        **sides,
+    )
+    return {"vision_config": tower, "downsample_ratio": 1 / meta.size("projector.scale_factor", 2)}
+
+
+def _pixels(fewest: int, most: int) -> Callable[[HFConfig], Values]:
+    """Return how Qwen-VL's images are prepared, of as many pixels unless a file has other numbers."""
+    return lambda meta: {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": meta.size("patch_size"),
+        "merge_size": meta.size("spatial_merge_size", 2),
+        "size": {
+            "shortest_edge": meta.size("image_min_pixels", fewest),
+            "longest_edge": meta.size("image_max_pixels", most),
+        },
+    }
+
+
+def _tiles(meta: HFConfig) -> Values:
     side = meta.size("image_size")
     return {
         "image_processor_type": "Idefics3ImageProcessor",
@@ -152,35 +193,41 @@ def _idefics3_processor(meta: HFConfig) -> Values:
     }
 
 
-def _square(kind: str) -> Callable[[HFConfig], Values]:
-    def made(meta: HFConfig) -> Values:
-        side = meta.size("image_size")
-        return {"image_processor_type": kind, "size": {"height": side, "width": side}}
-
-    return made
+def _longest(meta: HFConfig) -> Values:
+    return {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": meta.size("image_size")}}
 
 
+def _square(meta: HFConfig) -> Values:
+    return {"image_processor_type": "Gemma3ImageProcessor", "size": dict.fromkeys(_SIDES, meta.size("image_size"))}
+
+
+def _squares(meta: HFConfig) -> Values:
+    return {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": dict.fromkeys(_SIDES, meta.size("image_size")),
+        "min_patches": meta.size("preproc_min_tiles", 1),
+        "max_patches": meta.size("preproc_max_tiles", 12),
+    }
+
+
+_SIDES = ("height", "width")
+_QWEN_TOKEN = {"image_token_id": "<|image_pad|>"}
+_GEMMA_TOKENS = {
+    "image_token_index": "<image_soft_token>",
+    "boi_token_index": "<start_of_image>",
+    "eoi_token_index": "<end_of_image>",
+}
+_QWEN3 = {"qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
 PROJECTORS = {
-    "qwen3vl_merger": Projector(
-        {"qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"},
-        _qwen3,
-        _qwen_processor(1 << 16, 1 << 24),
-        {"image_token_id": "<|image_pad|>"},
+    "qwen2vl_merger": Projector({"qwen2vl": "qwen2_vl"}, _qwen2, _pixels(56 * 56, 16384 * 28 * 28), _QWEN_TOKEN),
+    "qwen2.5vl_merger": Projector({"qwen2vl": "qwen2_5_vl"}, _qwen2_5, _pixels(56 * 56, 16384 * 28 * 28), _QWEN_TOKEN),
+    "qwen3vl_merger": Projector(_QWEN3, _qwen3, _pixels(1 << 16, 1 << 24), _QWEN_TOKEN),
+    "gemma3": Projector({"gemma3": "gemma3"}, _gemma3, _square, _GEMMA_TOKENS),
+    "idefics3": Projector({"llama": "idefics3"}, _idefics3, _tiles, {"image_token_id": "<image>"}),
+    "internvl": Projector(
+        dict.fromkeys(("qwen2", "qwen3", "llama"), "internvl"), _internvl, _squares, {"image_token_id": "<IMG_CONTEXT>"}
     ),
-    "gemma3": Projector(
-        {"gemma3": "gemma3"},
-        _gemma3,
-        _square("Gemma3ImageProcessor"),
-        {
-            "image_token_index": "<image_soft_token>",
-            "boi_token_index": "<start_of_image>",
-            "eoi_token_index": "<end_of_image>",
-        },
-    ),
-    "idefics3": Projector(
-        {"llama": "idefics3"},
-        lambda meta: {"vision_config": _siglip(meta), "scale_factor": meta.size("projector.scale_factor", 2)},
-        _idefics3_processor,
-        {"image_token_id": "<image>"},
+    "pixtral": Projector(
+        dict.fromkeys(("llama", "mistral3"), "mistral3"), _mistral3, _longest, {"image_token_index": "[IMG]"}
     ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import gguf
@@ -15,15 +15,12 @@ import torch
 from tests.cpu.test_weights_gguf import SANDWICH, convert, write
 
 Kind = gguf.GGMLQuantizationType
-# How the hub names what transformers' modules name otherwise; the converter's names begin with the hub's.
-_ON_THE_HUB = {
-    r"^vision_tower\.(?!vision_model)": "vision_tower.vision_model.",
-    r"^vision_model\.": "model.vision_model.",
-    r"^connector\.": "model.connector.",
-    r"_weight$": ".weight",
-}
 # Tensors that the converter names in code of a model's own.
 _OWN_NAMES = {
+    **{
+        f"multi_modal_projector.{theirs}": f"mm.model.mlp.{place}"
+        for theirs, place in {"layer_norm": 0, "linear_1": 1, "linear_2": 3}.items()
+    },
     "visual.merger.norm": "v.post_ln",
     "visual.merger.linear_fc1": "mm.0",
     "visual.merger.linear_fc2": "mm.2",
@@ -41,6 +38,7 @@ class Half(NamedTuple):
     names: Mapping[str, str]  # of tensors of the text half that differ
     text: Mapping[str, Any]  # further keys of it, without the architecture
     vision: Mapping[str, Any]  # further keys, without clip.vision.
+    hub: Mapping[str, str] = MappingProxyType({})  # patterns of transformers' names, and the hub's that the table knows
 
 
 HALVES = {
@@ -67,8 +65,33 @@ HALVES = {
             "rope.freq_base": 1_000_000.0,
         },
         {"projector.scale_factor": 2},
+        {"^vision_tower": "vision_tower.vision_model", "_weight$": ".weight"},
     ),
-    "idefics3": Half("llama", "idefics3", {}, {}, {"projector.scale_factor": 2, "preproc_image_size": 32}),
+    "idefics3": Half(
+        "llama",
+        "idefics3",
+        {},
+        {},
+        {"projector.scale_factor": 2, "preproc_image_size": 32},
+        {"^": "model."},
+    ),
+    "qwen2_5_vl": Half(
+        "qwen2vl",
+        "qwen2.5vl_merger",
+        {},
+        {"rope.dimension_sections": [4, 2, 2, 0]},
+        {"n_wa_pattern": 2, "window_size": 16, "image_size": 560, "image_min_pixels": 64, "image_max_pixels": 4096},
+    ),
+    "qwen2_vl": Half("qwen2vl", "qwen2vl_merger", {}, {}, {"image_size": 560, "feed_forward_length": 64}),
+    "internvl": Half(
+        "qwen2",
+        "internvl",
+        {},
+        {},
+        {"projector.scale_factor": 2, "preproc_max_tiles": 4, "attention.layer_norm_epsilon": 1e-6},
+        {"^vision_tower": "model.vision_tower", "(position_embeddings|lambda_.)$": r"\1.weight"},
+    ),
+    "mistral3": Half("llama", "pixtral", {}, {}, {"spatial_merge_size": 2}),
 }
 
 
@@ -91,21 +114,21 @@ def write_vision(path: Path, model: Any, processor: Any, half: Half, **extra: An
     tower, writer = model.config.vision_config, gguf.GGUFWriter(path, "clip")
     sizes = {
         "projection_dim": model.config.text_config.hidden_size,
-        "image_size": getattr(tower, "image_size", 0),
-        "patch_size": tower.patch_size,
-        "embedding_length": tower.hidden_size,
-        "feed_forward_length": tower.intermediate_size,
+        "image_size": _side(tower, "image_size"),
+        "patch_size": _side(tower, "patch_size"),
+        "embedding_length": getattr(tower, "embed_dim", tower.hidden_size),
+        "feed_forward_length": getattr(tower, "intermediate_size", 0),
         "block_count": getattr(tower, "depth", None) or tower.num_hidden_layers,
         "attention.head_count": getattr(tower, "num_heads", None) or tower.num_attention_heads,
-        "image_mean": processor.image_processor.image_mean,
-        "image_std": processor.image_processor.image_std,
+        "image_mean": getattr(processor, "image_mean", [0.5] * 3),
+        "image_std": getattr(processor, "image_std", [0.5] * 3),
     }
     writer.add_string("clip.projector_type", half.projector)
     for key, value in (sizes | dict(half.vision) | extra).items():
         if value is not None:
-            add = writer.add_array if isinstance(value, list | tuple) else writer.add_uint32
-            add(f"clip.vision.{key}", value)
-    for name, values in vision_tensors(model, sizes["block_count"]):
+            adds = {int: writer.add_uint32, float: writer.add_float32}
+            adds.get(type(value), writer.add_array)(f"clip.vision.{key}", value)
+    for name, values in vision_tensors(model, half):
         writer.add_tensor(name, np.ascontiguousarray(values.numpy()), raw_dtype=Kind.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -114,25 +137,39 @@ def write_vision(path: Path, model: Any, processor: Any, half: Half, **extra: An
     return path
 
 
-def vision_tensors(model: Any, num_layers: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _side(tower: Any, key: str) -> int:
+    value = getattr(tower, key, 0)
+    return value[0] if isinstance(value, list | tuple) else value
+
+
+def vision_tensors(model: Any, half: Half) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a tower by the converter's names."""
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, num_layers)
-    deep = getattr(model.config.vision_config, "deepstack_visual_indexes", ())
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)  # of layers and of parts of projectors
+    tower = model.config.vision_config
     for name, values in model.model.state_dict().items():
         if name.startswith(("language_model.", "text_model.")) or ".head." in name:
             continue
-        for pattern, hub in _ON_THE_HUB.items():
-            name = re.sub(pattern, hub, name)
         stem, _, ending = name.rpartition(".")
         if "deepstack" in stem:
             _, _, index, role = stem.split(".")
-            yield f"v.deepstack.{deep[int(index)]}.{_OWN_NAMES[role]}.{ending}", values
-        elif stem in _OWN_NAMES:
+            yield f"v.deepstack.{tower.deepstack_visual_indexes[int(index)]}.{_OWN_NAMES[role]}.{ending}", values
+            continue
+        if stem in _OWN_NAMES and half.projector != "pixtral":
             yield f"{_OWN_NAMES[stem]}.{ending}", values
-        elif values.dim() == 5:  # filters of two frames
+            continue
+        if values.dim() == 5:  # filters of two frames
             yield "v.patch_embd.weight", values[:, :, 0]
             yield "v.patch_embd.weight.1", values[:, :, 1]
-        else:
-            found = table.get_name(name, (".weight", ".bias"))
-            assert found is not None, name
-            yield found, values + ("mm_soft_emb_norm" in name)
+            continue
+        for pattern, hub in half.hub.items():
+            name = re.sub(pattern, hub, name, count=1)
+        parts = {name: values}
+        if ".qkv." in name and half.projector != "qwen3vl_merger":
+            parts = {name.replace("qkv", role): part for role, part in zip("qkv", values.chunk(3), strict=True)}
+        if half.projector == "pixtral" and re.search(r"\.[qk]_proj\.", name):  # rotated by neighbours
+            heads = values.unflatten(0, (tower.num_attention_heads, 2, -1))
+            parts = {name: heads.transpose(1, 2).reshape(values.shape)}
+        for each, part in parts.items():
+            found = table.get_name(each, (".weight", ".bias"))
+            assert found is not None, each
+            yield found, part + ("mm_soft_emb_norm" in each)

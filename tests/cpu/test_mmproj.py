@@ -11,7 +11,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from fastapi.testclient import TestClient
+from transformers import AutoModelForImageTextToText
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.files.mmproj import find_mmproj, preference, read_mmproj
@@ -27,7 +29,8 @@ from server.app import create_app
 from server.settings.app_config import AppConfig
 from tests.cpu.mmproj_files import HALVES, write_text, write_vision
 from tests.cpu.model_driver import CPU
-from tests.cpu.test_image_prompts import CONVERSATIONS, POOL, Theirs, answer_of, checkpoint, sent
+from tests.cpu.test_image_prompts import CONVERSATIONS, POOL, TINY, Theirs, answer_of, checkpoint, sent
+from tests.cpu.test_images import CONFIGS, FAMILIES
 
 
 class Files(NamedTuple):
@@ -48,7 +51,9 @@ def files(folder: Path, kind: str) -> Files:
     theirs, half = checkpoint(folder, kind), HALVES[kind]
     (here := folder / f"{kind}-gguf").mkdir()
     text = write_text(here / "model-f32.gguf", theirs.model, half)
-    return Files(theirs, text, write_vision(here / "mmproj-f32.gguf", theirs.model, theirs.processor, half))
+    return Files(
+        theirs, text, write_vision(here / "mmproj-f32.gguf", theirs.model, theirs.processor.image_processor, half)
+    )
 
 
 def tower_of(path: Path, mmproj: Path | None = None) -> Tower:
@@ -56,7 +61,7 @@ def tower_of(path: Path, mmproj: Path | None = None) -> Tower:
     return load_tower(found.config, found, torch.float32, CPU)
 
 
-@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("kind", sorted(HALVES.keys() & TINY.keys()))
 def test_vectors_and_answers_are_those_of_the_checkpoint(kind: str, folder: Path) -> None:
     """The vision half is found beside the text half; the last conversation has its image in the prefix cache."""
     theirs, text, vision = files(folder, kind)
@@ -84,6 +89,24 @@ def test_vectors_and_answers_are_those_of_the_checkpoint(kind: str, folder: Path
         assert given["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
 
 
+@pytest.mark.parametrize("name", ["Mistral3Config", "Qwen2VLConfig"])
+def test_towers_of_other_types(name: str, tmp_path: Path) -> None:
+    known = CONFIGS | {name: each[0] for name, each in FAMILIES.items()}
+    torch.manual_seed(0)
+    theirs = AutoModelForImageTextToText.from_config(getattr(transformers, name)(**known[name]))
+    theirs.save_pretrained(tmp_path / "hf")
+    half = HALVES[theirs.config.model_type]
+    text = write_text(tmp_path / "text.gguf", theirs, half)
+    found = tower_of(text, write_vision(tmp_path / "mmproj.gguf", theirs, None, half))._model
+    wanted = tower_of(tmp_path / "hf")._model.state_dict()
+    assert found.state_dict().keys() == wanted.keys()
+    for key, values in found.state_dict().items():
+        assert "language_model" in key or torch.equal(values, wanted[key]), key
+    settings = found.config.vision_config.to_dict()
+    for key, value in theirs.config.vision_config.to_dict().items():
+        assert key == "dtype" or settings[key] == value, key
+
+
 def test_older_files_call_the_matrices_of_an_mlp_the_other_way_round(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,13 +116,13 @@ def test_older_files_call_the_matrices_of_an_mlp_the_other_way_round(
     usual = mmproj_files.vision_tensors
     swaps = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
-    def swapped(model: Any, num_layers: int) -> Any:
-        for name, values in usual(model, num_layers):
+    def swapped(*given: Any) -> Any:
+        for name, values in usual(*given):
             role = next((each for each in swaps if each in name), "")
             yield (name.replace(role, swaps[role]) if role else name), values
 
     monkeypatch.setattr(mmproj_files, "vision_tensors", swapped)
-    old = write_vision(tmp_path / "old.gguf", theirs.model, theirs.processor, HALVES["gemma3"])
+    old = write_vision(tmp_path / "old.gguf", theirs.model, theirs.processor.image_processor, HALVES["gemma3"])
     tensors = {tensor.name: tensor for tensor in open_checkpoint("auto", text, mmproj=str(old)).towers()}
     assert tensors.keys() == {tensor.name for tensor in open_checkpoint("auto", text, mmproj=str(vision)).towers()}
     found = torch.empty(48, 32)
@@ -125,7 +148,7 @@ def test_a_wrong_file_is_refused_in_a_sentence(folder: Path, tmp_path: Path) -> 
     theirs, text, vision = files(folder, "gemma3")
     qwen = files(folder, "qwen3_vl")
     half = HALVES["gemma3"]
-    writing = theirs.model, theirs.processor
+    writing = theirs.model, theirs.processor.image_processor
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(vision.read_bytes()[:-100])
     none = tmp_path / "none.gguf"

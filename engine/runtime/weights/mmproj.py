@@ -17,6 +17,7 @@ from engine.core.errors import ModelLoadError
 from engine.files.gguf_header import read_header
 from engine.files.hf_config import HFConfig
 from engine.files.mmproj import Mmproj, read_mmproj
+from engine.runtime.native.rows import in_halves
 from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor
 from engine.runtime.weights.gguf import GGUFTensor, check_kind, convert, read_tensors
 
@@ -24,58 +25,115 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LAYER, _SWAPPED = re.compile(r"(v\.blk|v\.deepstack)\.(\d+)"), re.compile("ffn_up|ffn_down")
-_BLOCK = "v.blk.*."
+
+
+def _tower(layers: str, roles: Mapping[str, str], prefix: str, others: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of a tower: `roles` are those in a layer, and `others` those around them."""
+    of_layers = {f"v.blk.*.{theirs}": f"{prefix}{layers}.*.{ours}" for theirs, ours in roles.items()}
+    return of_layers | {f"v.{theirs}": prefix + ours for theirs, ours in others.items()}
+
+
+def _siglip(prefix: str) -> dict[str, str]:
+    return _tower("encoder.layers", _SIGLIP_LAYER, prefix, _SIGLIP)
+
+
+def _qwen(roles: Mapping[str, str], norm: str, projector: Sequence[str]) -> dict[str, str]:
+    others = {"patch_embd": "patch_embed.proj", "post_ln": f"merger.{norm}"}
+    merger = {f"mm.{index}": f"visual.merger.{name}" for index, name in zip((0, 2), projector, strict=True)}
+    return _tower("blocks", {**_QWEN_LAYER, **roles}, "visual.", others) | merger
+
+
 _SIGLIP = {
-    "v.patch_embd": "embeddings.patch_embedding",
-    "v.position_embd": "embeddings.position_embedding",
-    "v.post_ln": "post_layernorm",
-    f"{_BLOCK}ln1": "encoder.layers.*.layer_norm1",
-    f"{_BLOCK}ln2": "encoder.layers.*.layer_norm2",
-    f"{_BLOCK}attn_q": "encoder.layers.*.self_attn.q_proj",
-    f"{_BLOCK}attn_k": "encoder.layers.*.self_attn.k_proj",
-    f"{_BLOCK}attn_v": "encoder.layers.*.self_attn.v_proj",
-    f"{_BLOCK}attn_out": "encoder.layers.*.self_attn.out_proj",
-    f"{_BLOCK}ffn_up": "encoder.layers.*.mlp.fc1",
-    f"{_BLOCK}ffn_down": "encoder.layers.*.mlp.fc2",
+    "patch_embd": "embeddings.patch_embedding",
+    "position_embd": "embeddings.position_embedding",
+    "post_ln": "post_layernorm",
 }
-_QWEN = {
-    "v.patch_embd": "patch_embed.proj",
-    f"{_BLOCK}ln1": "blocks.*.norm1",
-    f"{_BLOCK}ln2": "blocks.*.norm2",
-    f"{_BLOCK}attn_qkv": "blocks.*.attn.qkv",
-    f"{_BLOCK}attn_out": "blocks.*.attn.proj",
+_SIGLIP_LAYER = {
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.out_proj",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
 }
-_QWEN3 = _QWEN | {
-    "v.position_embd": "pos_embed",
-    f"{_BLOCK}ffn_up": "blocks.*.mlp.linear_fc1",
-    f"{_BLOCK}ffn_down": "blocks.*.mlp.linear_fc2",
-    "v.post_ln": "merger.norm",
-    "mm.0": "merger.linear_fc1",
-    "mm.2": "merger.linear_fc2",
-    "v.deepstack.*.norm": "deepstack_merger_list.*.norm",
-    "v.deepstack.*.fc1": "deepstack_merger_list.*.linear_fc1",
-    "v.deepstack.*.fc2": "deepstack_merger_list.*.linear_fc2",
+_QWEN_LAYER = {
+    "ln1": "norm1",
+    "ln2": "norm2",
+    "attn_qkv": "attn.qkv",
+    "attn_q": "attn.qkv",
+    "attn_k": "attn.qkv",
+    "attn_v": "attn.qkv",
+    "attn_out": "attn.proj",
 }
-
-
-def _below(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
-    return {theirs: prefix + ours for theirs, ours in names.items()}
-
-
+_GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_PIXTRAL_LAYER = {
+    "ln1": "attention_norm",
+    "ln2": "ffn_norm",
+    "attn_q": "attention.q_proj",
+    "attn_k": "attention.k_proj",
+    "attn_v": "attention.v_proj",
+    "attn_out": "attention.o_proj",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+_INTERN_LAYER = {
+    "ln1": "layernorm_before",
+    "ln2": "layernorm_after",
+    "attn_q": "attention.q_proj",
+    "attn_k": "attention.k_proj",
+    "attn_v": "attention.v_proj",
+    "attn_out": "attention.projection_layer",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+    "ls1.weight": "lambda_1",
+    "ls2.weight": "lambda_2",
+}
+_INTERN = {
+    "class_embd": "embeddings.cls_token",
+    "position_embd.weight": "embeddings.position_embeddings",
+    "patch_embd": "embeddings.patch_embeddings.projection",
+}
+_PROJECTOR = "multi_modal_projector."
 # By projector type: of llama.cpp's names, whose endings may be left out, those of the hub. Where two become one, the
 # tensors are joined.
 _NAMES = {
-    "qwen3vl_merger": _below("model.visual.", _QWEN3),
-    "gemma3": {
-        **_below("vision_tower.vision_model.", _SIGLIP),
-        "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
-        "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+    "qwen2vl_merger": _qwen({"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}, "ln_q", ("mlp.0", "mlp.2")),
+    "qwen2.5vl_merger": _qwen(_GATED, "ln_q", ("mlp.0", "mlp.2")),
+    "qwen3vl_merger": {
+        **_qwen({"ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"}, "norm", ("linear_fc1", "linear_fc2")),
+        "v.position_embd": "visual.pos_embed",
+        "v.deepstack.*.norm": "visual.deepstack_merger_list.*.norm",
+        "v.deepstack.*.fc1": "visual.deepstack_merger_list.*.linear_fc1",
+        "v.deepstack.*.fc2": "visual.deepstack_merger_list.*.linear_fc2",
     },
-    "idefics3": {
-        **_below("model.vision_model.", _SIGLIP),
-        "mm.model.fc": "model.connector.modality_projection.proj",
+    "gemma3": {
+        **_siglip("vision_tower.vision_model."),
+        "mm.input_projection.weight": f"{_PROJECTOR}mm_input_projection_weight",
+        "mm.soft_emb_norm": f"{_PROJECTOR}mm_soft_emb_norm",
+    },
+    "idefics3": {**_siglip("model.vision_model."), "mm.model.fc": "model.connector.modality_projection.proj"},
+    "internvl": {
+        **_tower("encoder.layer", _INTERN_LAYER, "vision_tower.", _INTERN),
+        "mm.model.mlp.0": f"{_PROJECTOR}layer_norm",
+        "mm.model.mlp.1": f"{_PROJECTOR}linear_1",
+        "mm.model.mlp.3": f"{_PROJECTOR}linear_2",
+    },
+    "pixtral": {
+        **_tower(
+            "transformer.layers", _PIXTRAL_LAYER, "vision_tower.", {"patch_embd": "patch_conv", "pre_ln": "ln_pre"}
+        ),
+        "mm.input_norm": f"{_PROJECTOR}norm",
+        "mm.patch_merger": f"{_PROJECTOR}patch_merger.merging_layer",
+        "mm.1": f"{_PROJECTOR}linear_1",
+        "mm.2": f"{_PROJECTOR}linear_2",
     },
 }
+_ELSEWHERE = ("a.", "v.token_embd.img_break")  # of sound; a row of the text half
+_PAIRED = ("attn_q.weight", "attn_k.weight")  # rotated by neighbours in Pixtral's tower
+_THREE_SIDES = ("cls_token", "position_embeddings")  # the first of 1
 _OFFSET = ("mm.soft_emb_norm.weight",)  # Gemma 3's, stored as 1 + weight
 
 
@@ -103,11 +161,11 @@ def _tensors(half: Mmproj) -> Iterator[StoredTensor]:
     swaps = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"} if down is not None and down.shape[1] < down.shape[0] else {}
     deep = sorted({int(layer[2]) for name in found if (layer := _LAYER.match(name)) and layer[1] == "v.deepstack"})
     for name, tensor in found.items():
-        if not name.startswith("a."):  # of sound
+        if not name.startswith(_ELSEWHERE):
             ours, place = _named(half, _SWAPPED.sub(lambda role: swaps.get(role[0], role[0]), name), deep)
             joined.setdefault(ours, {})[place] = tensor
     for name, parts in joined.items():
-        yield _joined(name, [parts[place] for place in sorted(parts)])
+        yield _joined(name, [parts[place] for place in sorted(parts)], half.paired_rows)
 
 
 def _named(half: Mmproj, name: str, deep: Sequence[int]) -> tuple[str, int]:
@@ -123,9 +181,11 @@ def _named(half: Mmproj, name: str, deep: Sequence[int]) -> tuple[str, int]:
     return found.replace("*", number), 2 * list(names).index(known) + (whole != name)
 
 
-def _joined(name: str, parts: Sequence[GGUFTensor]) -> StoredTensor:
+def _joined(name: str, parts: Sequence[GGUFTensor], paired_rows: int) -> StoredTensor:
     """Return one tensor: the filters of an image as those of two frames, or rows behind each other."""
     shape = parts[0].shape
+    if name.endswith(_THREE_SIDES):
+        shape = (1,) * (3 - len(shape)) + shape
     if len(parts) > 1:
         shape = (
             (*shape[:2], len(parts), *shape[2:])
@@ -133,14 +193,15 @@ def _joined(name: str, parts: Sequence[GGUFTensor]) -> StoredTensor:
             else (sum(part.shape[0] for part in parts), *shape[1:])
         )
     num_bytes = sum(part.rows.nbytes for part in parts)
-    return StoredTensor(name, shape, num_bytes, parts[0].path, partial(_copy, parts), kind="F32")
+    return StoredTensor(name, shape, num_bytes, parts[0].path, partial(_copy, parts, paired_rows), kind="F32")
 
 
-def _copy(parts: Sequence[GGUFTensor], target: Tensor) -> None:
+def _copy(parts: Sequence[GGUFTensor], paired_rows: int, target: Tensor) -> None:
     import torch  # a config is read before torch is imported
 
     whole = []
     for part in parts:
         whole.append(torch.empty(part.shape))
-        convert(part.rows, part.kind, whole[-1].view(len(part.rows), -1), np.float32(part.name in _OFFSET))
-    target.copy_(whole[0] if len(whole) == 1 else (torch.stack(whole, 2) if target.dim() == 5 else torch.cat(whole)))
+        rows = in_halves(part.rows, paired_rows) if part.name.endswith(_PAIRED) else part.rows
+        convert(rows, part.kind, whole[-1].view(len(rows), -1), np.float32(part.name in _OFFSET))
+    target.copy_((torch.stack(whole, 2) if target.dim() == 5 else torch.cat(whole)).view(target.shape))
