@@ -5,13 +5,16 @@ The first piece is a Head, the others are bytes of the body. Event loop.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
+from server.http.bodies import limited
 from server.http.in_process import Forwarded, Head, Piece
+from server.http.threads import unless_disconnected
 from server.protocol.errors import ApiError
 
 log = logging.getLogger("quire.ray")
@@ -42,42 +45,28 @@ class Ingress:
                 await receive()
                 await send({"type": f"lifespan.{phase}.complete"})
             return
-        try:
-            request = await self._read(scope, receive)
-        except ApiError as error:
-            await error.response(scope)(scope, receive, send)
-            return
-        task = asyncio.create_task(self._forward(request, scope, send))
-        leaves = asyncio.create_task(_wait_for_end(receive))
-        try:
-            await asyncio.wait([task, leaves], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in (task, leaves):
-                each.cancel()
-            await asyncio.gather(task, leaves, return_exceptions=True)
+        with suppress(ClientDisconnect):
+            try:
+                request = await self._read(Request(scope, receive))
+            except ApiError as error:
+                await error.response(scope)(scope, receive, send)
+            else:
+                await unless_disconnected(receive, self._forward(request, scope, send))
 
-    async def _read(self, scope: Scope, receive: Receive) -> Forwarded:
-        method, path = scope["method"], scope["path"]
+    async def _read(self, request: Request) -> Forwarded:
+        method, path, scope = request.method, request.scope["path"], request.scope
         if path not in (POSTED if method == "POST" else GOT):
             raise ApiError(
                 404,
                 "not_found",
                 f"{method} {path} is not served behind Ray, where each request may go to another daemon.",
             )
-        body = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ApiError(499, "client_disconnected", "The client has left.")
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self._max_body_bytes:
-                raise ApiError(413, "request_too_large", f"The body has more than {self._max_body_bytes} bytes.")
+        too_large = f"The body has more than {self._max_body_bytes} bytes."
+        body = b"".join([piece async for piece in limited(request, self._max_body_bytes, too_large)])
         headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_BY_HOP]
         headers.append((b"content-length", str(len(body)).encode()))
         client = scope.get("client")
-        return Forwarded(method, path, scope["query_string"], headers, bytes(body), client and (client[0], client[1]))
+        return Forwarded(method, path, scope["query_string"], headers, body, client and (client[0], client[1]))
 
     async def _forward(self, request: Forwarded, scope: Scope, send: Send) -> None:
         head: Head | None = None
@@ -101,14 +90,10 @@ class Ingress:
         if head is None:
             await lost.response(scope)(scope, _nothing, send)
             return
-        if _is_stream(head):
+        if dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
             await send({"type": "http.response.body", "body": _last_events(request.path, lost), "more_body": False})
             return
         raise ConnectionAbortedError("the daemon was lost in the middle of an answer")
-
-
-def _is_stream(head: Head) -> bool:
-    return dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
 
 
 def _last_events(path: str, error: ApiError) -> bytes:
@@ -117,11 +102,6 @@ def _last_events(path: str, error: ApiError) -> bytes:
         return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
     event = b"event: error\n" if path == "/v1/responses" else b""
     return event + b"data: " + error.body() + b"\n\n" + (b"" if event else b"data: [DONE]\n\n")
-
-
-async def _wait_for_end(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _nothing() -> Message:
