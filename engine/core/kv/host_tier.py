@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.prefix_cache import BlockIndex, Dependent, name_block
+from engine.core.kv.prefix_cache import BlockIndex, name_block
 from engine.core.page_table import NO_BLOCK, Ticket, blocks_for
 from engine.core.sequence import Sequence
 
@@ -175,7 +175,7 @@ class HostTier(BlockIndex):
         self._due.pop(block, None)
         self.origins.pop(block, None)
 
-    def checks(self, holders: Iterable[Iterable[int]], others: Seq[Dependent] = ()) -> Iterator[None]:
+    def checks(self, holders: Iterable[Iterable[int]], others: Seq[BlockIndex] = ()) -> Iterator[None]:
         """Raise AssertionError unless tickets and `holders` hold what is held, and no copy is due in vain."""
         yield from super().checks([*holders, *(ticket.all_blocks for ticket in self._tickets)], others)
         wanted = (self.pool.is_held(host) or self.content(host) is not None for host in self._due)

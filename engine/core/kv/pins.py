@@ -12,18 +12,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import Protocol
 
-from engine.core.kv.prefix_cache import MAX_CHECKED
+from engine.core.kv.prefix_cache import MAX_CHECKED, BlockIndex
 from engine.core.stats import Stats
-
-
-class PinTarget(Protocol):
-    """An index whose contents may be pinned."""
-
-    def pin(self, name: bytes) -> None: ...
-
-    def unpin(self, name: bytes) -> None: ...
 
 
 class Pins:
@@ -34,7 +25,7 @@ class Pins:
     def __init__(self, stats: Stats, max_pinned: int) -> None:
         self._stats = stats
         self._max_pinned = max_pinned
-        self.targets: list[PinTarget] = []
+        self.targets: list[BlockIndex] = []
         self.until: dict[bytes, float] = {}
         # The first to end is first; of those that end together, the furthest from its root. Some entries are outdated.
         self._heap: list[tuple[float, int, bytes]] = []

@@ -80,18 +80,6 @@ def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size
     return chain[index + 1]
 
 
-class Dependent(Protocol):
-    """Another index over the same pool, of contents that are worth nothing without this one's."""
-
-    def drop(self, name: bytes) -> None:
-        """Forget a content that no prompt reaches any more."""
-        ...
-
-    def is_owner(self, block: int) -> bool:
-        """Return whether a block can be found there."""
-        ...
-
-
 class BlockIndex:
     """Finds the blocks of a pool by name; contents in `pins` are evicted last. Indexes may share a pool."""
 
@@ -172,7 +160,7 @@ class BlockIndex:
         if self.holdings is not None:
             self.holdings.lose(name)
 
-    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[Dependent] = ()) -> Iterator[None]:
+    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[BlockIndex] = ()) -> Iterator[None]:
         """Raise AssertionError unless `holders` hold what is held, and both directions of the index agree.
 
         `others` share the pool; a block has one owner at most.
@@ -182,7 +170,7 @@ class BlockIndex:
         """
         assert len(self._block_of) == len(self._name_of), "a content is nowhere"
         counts, num_blocks = count_holders(holders), self.pool.num_blocks
-        indexes: list[Dependent] = [self, *others]
+        indexes: list[BlockIndex] = [self, *others]
         for _ in range(0, num_blocks, MAX_CHECKED):
             first = self._next_checked
             blocks = range(first, min(first + MAX_CHECKED, num_blocks))
@@ -234,7 +222,7 @@ class PrefixCache(BlockIndex):
         super().__init__(num_blocks, eviction, pins, max_pinned)
         self._listener = listener
         self.block_size = block_size
-        self.dependents: Sequence[Dependent] = ()
+        self.dependents: Sequence[BlockIndex] = ()
         self._unnamed: dict[bytes, _Run] = {}  # by the name of their first block
         self._run_of: dict[int, _Run] = {}  # by block
 
@@ -354,7 +342,7 @@ class PrefixCache(BlockIndex):
         """As an index's, and of the blocks without names."""
         return super().is_owner(block) != (block in self._run_of)
 
-    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[Dependent] = ()) -> Iterator[None]:
+    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[BlockIndex] = ()) -> Iterator[None]:
         """As an index's, and of the blocks without names."""
         yield from super().checks(holders, others)
         num_listed = num_since = 0

@@ -12,12 +12,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.core.kv.tiers import News, Transfer, TransferEnd
 from engine.core.stats import TransferKind
 from engine.core.types import Progress
 from engine.settings.engine_config import EngineConfig
+
+if TYPE_CHECKING:
+    from engine.runtime.stores.host import HostPool  # needs torch
 
 log = logging.getLogger("quire.kv_store")
 
@@ -25,14 +28,6 @@ LOOK_S = 1.0  # between two looks at what others have put into a shared store
 _MAX_LOGGED = 5  # faults in a row; more are only counted ...
 _LOG_AGAIN_S = 600.0  # ... until there was none for so long
 _CLOSE_S = 10.0  # for what is queued when the daemon stops; a file system may hang
-
-
-class Rows(Protocol):
-    """The part of host memory that a store works on."""
-
-    def row(self, host_block: int) -> memoryview: ...
-
-    def finish_copies(self) -> None: ...
 
 
 class Store(Protocol):
@@ -60,7 +55,7 @@ class Store(Protocol):
 class Tier:
     """A Transport between host memory and a store. Start-up thread, then engine thread."""
 
-    def __init__(self, store: Store, pool: Rows, *, is_shared: bool = False) -> None:
+    def __init__(self, store: Store, pool: HostPool, *, is_shared: bool = False) -> None:
         """Start the thread. Others write to a store that `is_shared`, and the engine only reads it."""
         self.store, self.is_shared = store, is_shared
         self._pool, self._look_s = pool, LOOK_S if is_shared else None
@@ -165,7 +160,7 @@ class Opening(NamedTuple):
     """What tiers are made from: the settings, host memory, and what K/V blocks are."""
 
     config: EngineConfig
-    pool: Rows
+    pool: HostPool
     block_bytes: int
     fingerprint: str  # of everything that K/V depends on
     report: Callable[[Progress], None]
