@@ -102,6 +102,14 @@ def test_an_answer_that_comes_back_has_the_ids_it_was_generated_in(is_cut: bool)
     assert (chats.history.counts.num_sought, chats.history.counts.num_used) == (3, 3)
 
 
+def test_an_answer_without_text_is_not_part_of_its_prompt() -> None:
+    """Of ids that the tokenizer does not have, as a vocabulary that is padded lets a model say."""
+    chats = Chats()
+    first = chats.prepare("ab")
+    chats.answer(first, [990, 991])
+    assert chats.prepare("ab").prompt == first.prompt
+
+
 def test_other_texts_owners_and_places_have_the_tokenizer_s_ids() -> None:
     chats = Chats()
     chats.answer(chats.prepare("ab"), spelled("abcd"))

@@ -318,7 +318,9 @@ class AnswerHistory:
         decode = self._tokenizer.decode
         before = decode(place.before, skip_special_tokens=False)
         text = decode([*place.before, *ids], skip_special_tokens=False)
-        if not ids or not text.startswith(before):
+        if text == before or not text.startswith(
+            before
+        ):  # ids that are no text would be found behind the prompt itself
             return
         digest, answer = place.digest.copy(), _Answer(place.begun.start, place.begun.ids + array("I", ids))
         digest.update(text[len(before) :].encode("utf-8", "surrogatepass"))
