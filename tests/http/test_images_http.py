@@ -472,6 +472,27 @@ def test_who_fetches_much_holds_up_nobody(
         assert "bytes of your images wait" in refusal(ask(client, part(f"{base}/zeros/200000")), 429)
 
 
+def test_a_client_that_leaves_ends_its_fetch(
+    host: int, serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = serve(template=TEMPLATE, images=preprocessor, place="thread", allowed_media_domains=(f"localhost:{host}",))
+    monkeypatch.setattr(media, "is_public", lambda _: True)
+    reader = live.context.model.images
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=live.url) as client:
+            messages = [{"role": "user", "content": [part(f"http://localhost:{host}/wait")]}]
+            asking = asyncio.ensure_future(client.post("/v1/chat/completions", json={"messages": messages}))
+            await asyncio.to_thread(eventually, lambda: Pages.seen)
+            assert reader._held.of("127.0.0.1") > 0
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(leave())
+    eventually(lambda: reader._held.of("127.0.0.1") == 0 and not reader._fetches)
+    live.check_idle()
+
+
 def test_a_client_that_leaves_stops_its_image(seeing: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = seeing.context.model.images
     asked, stopped, wanted = threading.Event(), threading.Event(), list[bool]()
