@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.page_table import Layout
 from engine.core.stats import Snapshot, Stats
 from engine.core.types import AbortCause, Adapter, Request, StepEvents
+from engine.files.vector_files import VectorSettings
 from engine.settings.kv_events_config import KVEventsConfig
 from engine.settings.peer import Peer
 from engine.text.grammars.spec import GrammarSpec, VocabularySource
@@ -44,6 +45,7 @@ class EngineFacts:
     max_loras: int = 0
     takes_images: bool = False  # of the kinds that its `submit` checks
     kv_events: EventsSource | None = None
+    vectors: VectorSettings = field(default_factory=VectorSettings)  # how the model makes vectors, or scores
 
 
 class EngineHealth(NamedTuple):

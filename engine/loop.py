@@ -35,7 +35,7 @@ from engine.core.kv.tiers import Transport
 from engine.core.page_table import waste
 from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.spans import VectorMaker
+from engine.core.spans import Span, VectorMaker
 from engine.core.stats import FailureCause
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
@@ -145,9 +145,10 @@ class Engine:
 
     def submit(self, *requests: Request) -> None:
         """Queue requests, all or none; see EngineHandle."""
+        requests = tuple(map(self._whole, requests)) if self.config.whole_step else requests
         for request in requests:
             if not self.facts.generates:
-                check_headless(request)
+                check_headless(request, self.facts.vectors.served)
             check_request(request, self.config)
         self._overload.check(
             self.clock(),
@@ -156,6 +157,11 @@ class Engine:
             num_unseen_tokens=self._inbox.num_tokens,
         )
         self._inbox.put_requests([Submission(_bare(request), self._resources.hold(request)) for request in requests])
+
+    @staticmethod
+    def _whole(request: Request) -> Request:
+        """Return a request whose prompt is computed in one step, because each of its tokens attends to all others."""
+        return replace(request, spans=(Span(0, len(request.prompt), b"", is_atomic=True),))
 
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
         """End a request (or one of its choices) early."""

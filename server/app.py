@@ -62,6 +62,7 @@ ENDPOINTS = [
     "server.openai.responses.routes",
     "server.anthropic.messages",
     "server.openai.prompt_only",
+    "server.openai.scores",
     "server.openai.batches",
     "server.openai.models",
     "server.operations.adapters",
@@ -139,6 +140,7 @@ def _parts(
         tokenizer,
         max_logprobs=config.max_logprobs,
         generates=engine.facts.generates,
+        vectors=engine.facts.vectors,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )

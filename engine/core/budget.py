@@ -151,7 +151,7 @@ class StepBudget:
     def __init__(self, config: SchedulerConfig) -> None:
         self.times = StepTime()
         self.num_states = int(config.state_blocks > 0)  # of each chunk
-        self._max_tokens = self._limit = config.max_num_batched_tokens
+        self._max_tokens = self._limit = config.whole_step or config.max_num_batched_tokens
         self.target_ttft_s, self.target_itl_s = config.target_ttft_s, config.target_itl_s
         self._num_skipped = 0  # steps without prompts since one was observed
 

@@ -49,12 +49,11 @@ class InvalidRequestError(ClientError):
 
 
 class HeadlessModelError(InvalidRequestError):
-    """The request needs an LM head, and the model has none."""
+    """The request needs an LM head, and the model has none; `served` says what it does have."""
 
-    def __init__(self) -> None:
+    def __init__(self, served: str = "serves vectors alone. Send texts to /v1/embeddings") -> None:
         super().__init__(
-            "This model generates nothing: its checkpoint has no LM head, and it serves vectors alone. Send texts to "
-            "/v1/embeddings, or choose a model with a head.",
+            f"This model generates nothing: its checkpoint has no LM head, and it {served}, or choose a model with a head.",
             param="model",
         )
 

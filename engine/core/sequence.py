@@ -233,7 +233,7 @@ class Sequence:
     @property
     def needs_every_position(self) -> bool:
         """Return whether cached K/V cannot stand in for any part of the prompt."""
-        return self.wants_prompt_logprobs or self.params.pooling is Pooling.MEAN
+        return self.wants_prompt_logprobs or self.params.pooling in (Pooling.MEAN, Pooling.CLS)
 
     def pool(self, states: abc.Sequence[int]) -> None:
         """Add a step's hidden states to the sum."""

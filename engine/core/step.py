@@ -299,6 +299,8 @@ class SequenceSlice(NamedTuple):
             return range(0)
         if self.params.pooling is Pooling.MEAN:
             return range(self.num_tokens)
+        if self.params.pooling is Pooling.CLS:
+            return range(int(self.start == 0))
         return range(self.num_tokens - (self.start + self.num_tokens == self.num_prompt), self.num_tokens)
 
 

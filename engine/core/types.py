@@ -38,6 +38,7 @@ class Pooling(str, Enum):
 
     LAST = "last"  # the last token's, which has seen all the others
     MEAN = "mean"
+    CLS = "cls"  # the first token's, in models whose tokens attend both ways
 
 
 class Adapter(NamedTuple):

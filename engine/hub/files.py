@@ -22,6 +22,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 # llama.cpp's rules: the words of GGUF files that are no language model, and the types it prefers.
 _OTHER_GGUF = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 _PREFERRED = ("Q4_K_M", "Q8_0")
+_MODULE = re.compile(r"\d+_[A-Za-z]+/(?:config\.json|model\.safetensors)")
 _LATER_PART = re.compile(r".+-(?!00001-)[0-9]{5}-of-[0-9]{5}\.gguf")
 
 
@@ -37,8 +38,12 @@ def is_folder(names: Sequence[str], tag: str | None) -> bool:
 
 
 def small_files(names: Iterable[str]) -> list[str]:
-    """Return the files of configuration and tokenizer."""
-    return [name for name in names if "/" not in name and name.endswith(SMALL) and name != INDEX]
+    """Return the files of configuration and tokenizer, and those of sentence-transformers' modules."""
+    return [
+        name
+        for name in names
+        if ("/" not in name and name.endswith(SMALL) and name != INDEX) or _MODULE.fullmatch(name)
+    ]
 
 
 def weight_files(names: Sequence[str], shards: Sequence[str], subject: str) -> list[str]:

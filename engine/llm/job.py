@@ -40,8 +40,39 @@ class EmbeddingRequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The scores of all labels."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """The number of labels."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationRequestOutput:
+    """The result of one prompt of LLM.classify."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ClassificationOutput
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """A document, its place among those given, and how well it answers the query."""
+
+    index: int
+    score: float
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """The log likelihood of one text after another."""
+    """How well two texts match, or the log likelihood of one after the other."""
 
     score: float
 

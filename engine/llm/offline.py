@@ -24,23 +24,20 @@ from typing_extensions import Self
 
 from engine.core.errors import InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.scheduling.admission import check_request
-from engine.core.types import AbortCause, Adapter, GrammarKey, Pooling, Request, StepEvents, TokenEvent
+from engine.core.types import AbortCause, Adapter, GrammarKey, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.llm.arguments import check_choice, engine_config, for_each, naming
 from engine.llm.job import (
     BeamSearchOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
     Job,
     RequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
     beam_output,
 )
 from engine.llm.params import BeamSearchParams, SamplingParams
 from engine.llm.prompts import Prompt, ReadPrompt, listed, read_prompt, with_addresses
 from engine.llm.unserved import missing, refuse_arguments
+from engine.llm.vectors import VectorMethods
 from engine.settings.engine_config import LoraModule
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import find_model
@@ -50,7 +47,6 @@ from engine.text.channels import CHANNEL_NAMES
 from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.sampling import Constraint, QueueFields
-from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, no_images, sampling_params, text_rules, truncated
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
@@ -68,7 +64,7 @@ _RETRY_S = 0.01
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(VectorMethods):
     """A model and its engine.
 
     A context manager; `close` or the end of the program ends the engine.
@@ -120,6 +116,7 @@ class LLM:
                 text,
                 max_logprobs=max_logprobs,
                 generates=built.facts.generates,
+                vectors=built.facts.vectors,
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
             )
@@ -228,84 +225,6 @@ class LLM:
         outputs = self.generate(prompts, params.to_sampling(), lora=lora, progress=progress)
         return [beam_output(output, self._tokenizer) for output in outputs]
 
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        pooling: str = "last",
-        dimensions: int | None = None,
-        lora: str | None = None,
-        progress: bool = True,
-        **others: Any,
-    ) -> list[EmbeddingRequestOutput]:
-        """Return each prompt's vector, of length one, as /v1/embeddings does; `pooling` is "last" or "mean"."""
-        progress, lora = refuse_arguments("embed", others, progress, lora)
-        check_choice("pooling", pooling, [each.value for each in Pooling], ())
-        params = EngineParams(max_tokens=0, pooling=Pooling(pooling), adapter=self._adapter(lora))
-        makers = [partial(self._reading, prompt, params) for prompt in listed(prompts)]
-        jobs = self._run(makers, progress)
-        vectors = [unit_vector(job.info().pooled or (), dimensions) for job in jobs]
-        return [
-            EmbeddingRequestOutput(
-                request_id=job.request.request_id,
-                prompt_token_ids=list(job.request.prompt),
-                outputs=EmbeddingOutput(vector.tolist()),
-            )
-            for job, vector in zip(jobs, vectors, strict=True)
-        ]
-
-    def score(
-        self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
-        *,
-        reduction: Reduction = "mean",
-        lora: str | None = None,
-        progress: bool = True,
-        **others: Any,
-    ) -> list[ScoringRequestOutput]:
-        """Return the log likelihood of each text_2 as the continuation of its text_1, or their cosine, as /v1/score does."""
-        progress, lora = refuse_arguments("score", others, progress, lora)
-        check_choice("reduction", reduction, ("mean", "sum"), ())
-        seconds_ = [text_2] if isinstance(text_2, str) else list(text_2)
-        firsts = [text_1] if isinstance(text_1, str) else list(text_1)
-        firsts = firsts * len(seconds_) if len(firsts) == 1 else firsts
-        if len(firsts) != len(seconds_):
-            raise InvalidRequestError(
-                f"text_1 has {len(firsts)} texts and text_2 {len(seconds_)}; give one text_1, or as many as there are "
-                "text_2.",
-                param="text_1",
-            )
-        if not self._limits.generates:
-            return self._cosines(firsts, seconds_, reduction, lora=lora, progress=progress)
-        params = EngineParams(max_tokens=0, prompt_logprobs=0, adapter=self._adapter(lora))
-        wholes = [first + second for first, second in zip(firsts, seconds_, strict=True)]
-        jobs = self._run([partial(self._reading, whole, params) for whole in wholes], progress)
-        return [
-            ScoringRequestOutput(
-                request_id=job.request.request_id,
-                prompt_token_ids=list(job.request.prompt),
-                outputs=ScoringOutput(likelihood(job.info().logprobs or (), at, reduction)),
-            )
-            for job, at in zip(jobs, self._first_scored(firsts, jobs), strict=True)
-        ]
-
-    def _cosines(
-        self, firsts: Sequence[str], seconds_: Sequence[str], reduction: Reduction, *, lora: str | None, progress: bool
-    ) -> list[ScoringRequestOutput]:
-        """Return the scores of a model without an LM head."""
-        check_reduction(reduction)
-        found = self.embed([*firsts, *seconds_], lora=lora, progress=progress)
-        pairs = zip(found[: len(firsts)], found[len(firsts) :], strict=True)
-        return [
-            ScoringRequestOutput(
-                request_id=second.request_id,
-                prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
-                outputs=ScoringOutput(cosine(first.outputs.embedding, second.outputs.embedding)),
-            )
-            for first, second in pairs
-        ]
-
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer as one of transformers', as vLLM's method does."""
         return self._tokenizer.for_transformers()
@@ -380,16 +299,6 @@ class LLM:
         if self._pictures is None:
             raise no_images(param)
         return self._pictures
-
-    def _reading(self, prompt: Prompt, params: EngineParams) -> Job:
-        """Return the job of a prompt that is only read. Raises ClientError."""
-        read, ids = self._read(prompt)
-        self._limits.check_readable(len(ids), "prompts")
-        return self._job(read, ids, params, TextRules(), SamplingParams())
-
-    def _first_scored(self, contexts: Sequence[str], jobs: Sequence[Job]) -> list[int]:
-        ids = [self._tokenizer.encode(text, add_special_tokens=True) for text in contexts]
-        return [first_scored(context, job.request.prompt) for context, job in zip(ids, jobs, strict=True)]
 
     def _reply(self, conversation: Mapping[str, Any], params: SamplingParams, adapter: Adapter | None) -> Job:
         """Return the job of a conversation. Raises ClientError."""

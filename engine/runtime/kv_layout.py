@@ -57,6 +57,14 @@ class AttentionSpec:
     value_dim: int | None = None
     source: int | None = None
     is_causal: bool = False  # whether a token sees none behind it even where a batch says so, as of an image
+    reach: int | None = (
+        None  # of a layer that attends both ways: how many positions before it and behind it a token sees
+    )
+
+    @property
+    def seen(self) -> int | None:
+        """Return how many positions up to its own a token sees; None for all. A window also says how many are kept."""
+        return self.window if self.reach is None else self.reach + 1
 
     @property
     def is_latent(self) -> bool:

@@ -162,7 +162,9 @@ class _Parts:
             max_drafts=settings.num_speculative_tokens,
         )
         self.ranks.configure(settings)
-        return ModelRunner(self.model, kv_cache, settings, self.device, self.head, self.ranks, self.resources)
+        runner = ModelRunner(self.model, kv_cache, settings, self.device, self.head, self.ranks, self.resources)
+        runner.pooler = self.model.pooler
+        return runner
 
 
 def build_engine(
@@ -240,6 +242,7 @@ def _build(
             config.tensor_parallel_size,
             None if content is None else layout(config, settings, runner, model.dtype, content),
             takes_images=tower is not None,
+            vectors=model.vectors,
         ),
         depth=depth,
         limits=_queue_limits(config, settings),
@@ -302,15 +305,19 @@ def _scheduler_config(parts: _Parts) -> SchedulerConfig:
     default_tokens = max(_MAX_NUM_BATCHED_TOKENS[kind], config.max_num_seqs or 0)
     max_num_batched_tokens = config.max_num_batched_tokens or default_tokens
     max_num_seqs = config.max_num_seqs or min(_MAX_NUM_SEQS[kind], max_num_batched_tokens)
+    max_model_len, is_whole = config.max_model_len or parts.model.max_model_len, parts.model.capabilities.both_ways
+    whole_step = max_num_batched_tokens if is_whole else 0
+    max_num_batched_tokens = max(max_num_batched_tokens, max_model_len if is_whole else 0)
     return SchedulerConfig(
         num_blocks=max(max_num_batched_tokens // config.block_size + 1, parts.state_blocks),
         block_size=config.block_size,
-        max_model_len=config.max_model_len or parts.model.max_model_len,
+        max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
+        whole_step=whole_step,
+        enable_prefix_caching=config.enable_prefix_caching and not is_whole,  # a text's end changes its beginning
         eviction=config.prefix_cache_eviction,
-        pinned_share=config.pinned_prefix_share if config.enable_prefix_caching else 0.0,
+        pinned_share=config.pinned_prefix_share if config.enable_prefix_caching and not is_whole else 0.0,
         policy=config.scheduling_policy,
         target_itl_s=_seconds(config.target_itl_ms),
         target_ttft_s=_seconds(config.target_ttft_ms),
@@ -426,6 +433,8 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, more_bytes: int) -> P
         return PoolBudget(config.num_gpu_blocks_override * parts.bytes_per_block)
     if device.type == "cpu":
         useful_blocks = settings.max_num_seqs * settings.max_blocks(settings.max_model_len)
+        if settings.whole_step:  # no keys and values are kept behind a step
+            useful_blocks = settings.max_num_seqs + 2 * settings.max_blocks(settings.max_num_batched_tokens)
         own_budget = default_cpu_budget() // config.tensor_parallel_size  # the ranks share one memory
         return PoolBudget(min(own_budget, useful_blocks * parts.bytes_per_block))
     room = free_share(device, config.gpu_memory_utilization)

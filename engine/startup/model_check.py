@@ -14,9 +14,18 @@ from typing import NamedTuple
 from engine.core.errors import ConfigError
 from engine.files.gguf_header import read_beginning
 from engine.files.hf_config import HFConfig
+from engine.files.vector_files import read_vectors
 from engine.runtime.layers.model_config import ModelConfig, narrow_latents
 from engine.runtime.models.complete import check_complete
-from engine.runtime.models.config_file import is_native, override, read_own, require_readable, servable
+from engine.runtime.models.config_file import (
+    is_encoder,
+    is_native,
+    override,
+    read_own,
+    require_readable,
+    servable,
+)
+from engine.runtime.models.encoder_families import read_encoder
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.gguf_config import check_architecture
@@ -87,10 +96,12 @@ def _check_one(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:
     checkpoint = open_checkpoint(config.load_format, path, mmproj=config.mmproj)
     facts = _facts(config, checkpoint, path)
     checkpoint.check()
+    if is_encoder(checkpoint.config.values):
+        read_vectors(servable(checkpoint.config, config.hf_overrides), path, is_encoder=True)
     if facts.config is None:
         return facts
     checkpoint.config = servable(checkpoint.config, config.hf_overrides)
-    own = read_own(checkpoint)
+    own = read_own(checkpoint, path)
     check_complete(own, checkpoint)
     return facts._replace(config=own)
 
@@ -134,6 +145,9 @@ def _facts(config: EngineConfig, checkpoint: Checkpoint, path: Path) -> ModelFac
 
 def _own_facts(config: EngineConfig, model: HFConfig) -> ModelFacts:
     """Return what the config says of a model that Quire's decoder runs. Raises ModelLoadError or ConfigError."""
+    if is_encoder(model.values):
+        read_encoder(model)
+        return ModelFacts(True)
     own = read_config(model.values, model.source)
     if config.kv_cache_dtype == "fp8" and any(layer.heads.latent is not None for layer in own.layers):
         raise narrow_latents(config.kv_cache_dtype)

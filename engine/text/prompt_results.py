@@ -14,8 +14,8 @@ from engine.text.tokenizer import finite
 Reduction = Literal["mean", "sum"]  # of the tokens' log probabilities
 
 
-def unit_vector(values: Sequence[float], dimensions: int | None = None) -> array[float]:
-    """Return the first `dimensions` of a vector, or all, scaled to length one, in float32; zero stays zero.
+def unit_vector(values: Sequence[float], dimensions: int | None = None, *, normalizes: bool = True) -> array[float]:
+    """Return the first `dimensions` of a vector, or all, scaled to length one if wanted, in float32; zero stays zero.
 
     Raises InvalidRequestError for dimensions that the vector does not have.
     """
@@ -24,8 +24,18 @@ def unit_vector(values: Sequence[float], dimensions: int | None = None) -> array
         message = f"dimensions is {dimensions}, but this model's vectors have {len(values)}; {remedy}."
         raise InvalidRequestError(message, param="dimensions")
     values = values[:dimensions]
-    length = math.hypot(*values) or 1.0
+    length = (math.hypot(*values) if normalizes else 0.0) or 1.0
     return array("f", [value / length for value in values])
+
+
+def activated(values: Sequence[float], activation: str) -> list[float]:
+    """Return scores as probabilities: of each label alone by sigmoid, of one among all by softmax, or as they are."""
+    if activation == "sigmoid":
+        return [0.5 * (1 + math.tanh(value / 2)) for value in values]
+    if activation == "softmax":
+        weights = [math.exp(value - max(values)) for value in values]
+        return [weight / math.fsum(weights) for weight in weights]
+    return list(values)
 
 
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
@@ -34,11 +44,10 @@ def cosine(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def check_reduction(reduction: Reduction) -> None:
-    """Raise InvalidRequestError for a sum, where the cosine of two vectors is the score."""
+    """Raise InvalidRequestError for a sum, where a score is no likelihood."""
     if reduction != "mean":
         raise InvalidRequestError(
-            f"reduction is {reduction!r}, and this model has no LM head: a score is the cosine of two vectors, not a sum of "
-            "log probabilities; leave it out.",
+            f"reduction is {reduction!r}, and this model has no LM head: a score is no sum of log probabilities; leave it out.",
             param="reduction",
         )
 

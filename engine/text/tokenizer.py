@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import tokenizers
@@ -64,8 +64,8 @@ class TextTokenizer:
         self.description = {**vocabulary.special_tokens, "chat_template": vocabulary.chat_template}
         self.sampling_defaults = vocabulary.sampling_defaults
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text. Raises InvalidRequestError for bad Unicode."""
+    def encode(self, text: str | tuple[str, str], *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text, or of two with what stands between them. Raises InvalidRequestError for bad Unicode."""
         try:
             # Unlike `encode` this releases the GIL; otherwise a long text would stop the engine on any thread.
             ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -77,6 +77,13 @@ class TextTokenizer:
                 f"{self._num_ids} tokens."
             )
         return ids
+
+    @cached_property
+    def num_around(self) -> tuple[int, int]:
+        """Return how many special tokens come before a text and behind it."""
+        mask = self._backend.encode_batch(["a"], add_special_tokens=True)[0].special_tokens_mask
+        before, behind = (next((at for at, each in enumerate(side) if not each), 0) for side in (mask, mask[::-1]))
+        return before, behind
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of some ids, with U+FFFD for broken UTF-8."""

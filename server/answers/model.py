@@ -23,6 +23,7 @@ from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
+from engine.text.requests.vector_reader import VectorReader
 from server.answers.body import EngineBody
 from server.http.bodies import IS_LARGE
 from server.http.middleware import RequestState
@@ -83,6 +84,7 @@ class ServedModel:
         self._engine, self.images = engine, images
         self.preprocessor = preprocessor
         self.tokenizer = preprocessor.limits.tokenizer
+        self.reader = VectorReader(preprocessor.limits)
         self.names, self._aliases = config.served_model_names, config.model_aliases
         self.started_s = int(time.time())
         self._prepared: asyncio.Future[None] | None = None  # once the engine has the vocabulary

@@ -34,7 +34,9 @@ from server.protocol.errors import ApiError
 FORM_BYTES = 16 * 1024  # of a form, beside its file
 MAX_FILES = 10_000  # of an owner
 MAX_OPEN_BATCHES = 100
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ENDPOINTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank", "/v1/classify",
+)  # fmt: skip
 
 router = APIRouter()
 

@@ -1,10 +1,6 @@
-"""POST /v1/embeddings and /v1/score: endpoints that read prompts and generate nothing.
+"""POST /v1/embeddings and /pooling, and what they share with other endpoints that read prompts and generate nothing.
 
-A vector of an embedding is the hidden state of a prompt's last token, or the mean of all.
-
-A score is the log likelihood of text_2 as a continuation of text_1. Both are encoded as one text. Scored are its tokens from
-the first that differs from the tokens of text_1 alone: a token that the end of text_1 and the beginning of text_2 share is
-scored, too. A model without an LM head has no likelihoods: its score is the cosine of the two texts' vectors.
+A vector is made of the hidden states of a prompt as the model's files say. scores.py has the endpoints of scores.
 """
 
 from __future__ import annotations
@@ -13,18 +9,19 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from engine.core.errors import InvalidRequestError
-from engine.core.types import Pooling, PromptInfo, SamplingParams
+from engine.core.errors import InvalidRequestError, UnsupportedError
+from engine.core.types import Adapter, Pooling, PromptInfo, SamplingParams
 from engine.core.types import Request as EngineRequest
 from engine.text.chat.choice import TextRules
 from engine.text.fields.body import Integer, Refused
-from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
+from engine.text.prompt_results import activated, unit_vector
+from engine.text.requests.vector_reader import Truncation, VectorReader
 from server.answers.body import EngineBody
 from server.answers.generation import Generation
 from server.answers.model import ServedModel, aside
@@ -33,12 +30,13 @@ from server.answers.respond import MAX_INLINE_TOKENS, Responder, answer_id, with
 from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.http.threads import run_slowly, unless_disconnected
-from server.openai.completions import Prompts, prompt_ids
+from server.openai.completions import Prompt, Prompts
 from server.protocol.documents import ResponseBody, Usage
 from server.settings.app_config import AppConfig
 
 router = APIRouter()
 
+_OFF = (False, 0, None)
 MAX_INPUTS = 2048  # of one request; OpenAI's limit
 
 
@@ -48,11 +46,25 @@ class PromptOnlyBody(EngineBody):
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"request_id"})
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         "stream": Refused((False,)),
-        "truncate_prompt_tokens": Refused(),
-        "truncation_side": Refused(("left", "right")),
+        **dict.fromkeys(
+            ("return_sparse", "sparse", "sparse_embedding"),
+            Refused(_OFF, "one dense vector is made of a text, no weights of words"),
+        ),
+        **dict.fromkeys(
+            ("multi_vector", "return_colbert_vecs"),
+            Refused(_OFF, "one vector is made of a text, not one of each token"),
+        ),
     }
 
     add_special_tokens: bool = Field(True, description="Whether the tokenizer adds its special tokens, such as BOS.")
+    truncate_prompt_tokens: Integer | None = Field(
+        None, description="Cut longer texts to so many tokens; -1: to as many as the model takes."
+    )
+    truncation_side: Literal["left", "right"] = Field("right", description="Where they are cut.")
+
+    def truncation(self, reader: VectorReader) -> Truncation:
+        """Return how texts are cut. Raises InvalidRequestError."""
+        return reader.truncation(self.truncate_prompt_tokens, self.truncation_side)
 
 
 def check_num_inputs(num: int, param: str) -> None:
@@ -108,7 +120,6 @@ class EmbeddingBody(PromptOnlyBody):
         "embed_dtype": Refused(("float32",)),
         "endianness": Refused(("native", "little")),
         "messages": Refused((), "send input; /tokenize gives the token ids of messages, which it may have"),
-        "normalize": Refused((True,)),
         "use_activation": Refused((True,)),
     }
 
@@ -120,17 +131,24 @@ class EmbeddingBody(PromptOnlyBody):
         None, ge=1, description="Cut each vector to so many numbers and scale it to length one."
     )
 
+    input_type: str | None = Field(
+        None,
+        description="The name of the prompt that comes before each text: query, document, or another of the model's.",
+    )
+    normalize: bool | None = Field(
+        None, description="Scale vectors to length one; if left out, as the model's files say."
+    )
+
     @model_validator(mode="after")
     def _check_size(self) -> EmbeddingBody:
         check_num_inputs(len(self.input), "input")
         return self
 
-    def shape(self, index: int, pooled: Sequence[float]) -> Embedding:
+    def shape(self, pooled: Sequence[float], *, normalizes: bool) -> list[float] | str:
         """Return an input's vector. Raises InvalidRequestError for too many dimensions."""
-        vector = unit_vector(pooled, self.dimensions)
-        if self.encoding_format == "float":
-            return Embedding(object="embedding", index=index, embedding=vector.tolist())
-        return Embedding(object="embedding", index=index, embedding=b64encode(vector.tobytes()).decode())
+        wanted = normalizes if self.normalize is None else self.normalize
+        vector = unit_vector(pooled, self.dimensions, normalizes=wanted)
+        return vector.tolist() if self.encoding_format == "float" else b64encode(vector.tobytes()).decode()
 
 
 class Embedding(ResponseBody):
@@ -156,143 +174,125 @@ async def create_embeddings(
     config: InConfig,
     body: Annotated[EmbeddingBody, Depends(json_body(EmbeddingBody, spends=True))],
 ) -> Response:
-    """Return the model's final hidden states, as one vector an input."""
+    """Return one vector an input, made of the model's final hidden states."""
+    model.reader.require_vectors()
     named = model.find(body.model)
-    params = SamplingParams(max_tokens=0, pooling=Pooling(config.pooling))
-    prompts = await prompt_ids(model, body.input, "input", add_special_tokens=body.add_special_tokens)
-    model.limits.check_readable(max(map(len, prompts)), "input")
-    requests = responder.requests(body, named.adapter, prompts, [params] * len(prompts))
+    requests = await read_inputs(model, responder, config, body, body.input, named.adapter, body.input_type)
     infos, generation = await shape_each(http, responder, body, requests, lambda _, info: info)
+    normalizes = model.reader.settings.normalizes
 
     def document() -> bytes:
-        data = [body.shape(index, info.pooled or ()) for index, info in enumerate(infos)]
+        vectors = [body.shape(info.pooled or (), normalizes=normalizes) for info in infos]
+        data = [Embedding(object="embedding", index=index, embedding=each) for index, each in enumerate(vectors)]
         return Embeddings(object="list", model=named.name, data=data, usage=generation.usage).json_bytes()
 
     made = document() if len(infos) <= MAX_INLINE_VECTORS else await run_slowly(document)
     return with_timings(made, generation, body)
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+class PoolingBody(EmbeddingBody):
+    """The request; a classifier's vectors have the scores of its labels."""
 
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
+        **{name: each for name, each in EmbeddingBody.UNSUPPORTED.items() if name != "use_activation"},
+        "softmax": Refused((True,)),
+    }
 
-Texts = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str]), Field(min_length=1)]
-
-
-class ScoreBody(PromptOnlyBody):
-    """The request. Texts are paired in order, or one text_1 with every text_2."""
-
-    text_1: Texts = Field(description="The given text; one for all items of text_2, or one for each.")
-    text_2: Texts = Field(description="The continuation whose likelihood is computed.")
-    reduction: Reduction = Field("mean", description="mean: log likelihood per token; sum: in total.")
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(
+        None, description="embed or classify: what the model does."
+    )
+    use_activation: bool = Field(True, description="Return scores as probabilities.")
 
     @model_validator(mode="after")
-    def _check_pairs(self) -> ScoreBody:
-        firsts, seconds = len(self.text_1), len(self.text_2)
-        check_num_inputs(seconds, "text_2")
-        if firsts not in (1, seconds):
-            raise InvalidRequestError(
-                f"text_1 has {firsts} texts and text_2 {seconds}; send one text_1, or as many as there are text_2.",
-                param="text_1",
-            )
-        if "" in self.text_2:
-            raise InvalidRequestError(
-                "text_2 has an empty text, which has no likelihood; leave it out.", param="text_2"
+    def _check_task(self) -> PoolingBody:
+        if self.task in ("token_embed", "token_classify"):
+            raise UnsupportedError(
+                "task", f"{self.task} asks for several vectors a text, and one is made; send embed or classify"
             )
         return self
 
-    def wholes(self, most_chars: int) -> list[str]:
-        """Return each pair as one text. Raises InvalidRequestError if they are too long."""
-        firsts = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
-        num_chars = sum(map(len, firsts)) + sum(map(len, self.text_2))
-        if num_chars > most_chars:
-            raise InvalidRequestError(
-                f"The pairs have {num_chars} characters, text_1 repeated; one request may have {most_chars} "
-                "(--max-body-bytes), send fewer pairs.",
-                param="text_2",
-            )
-        return [first + second for first, second in zip(firsts, self.text_2, strict=True)]
 
-
-class Score(ResponseBody):
+class PooledData(ResponseBody):
     object: str = Field(description="Which kind of object this is.")
     index: int = Field(description="Its place in the list.")
-    score: float = Field(description="The log likelihood.")
+    data: list[float] | str = Field(description="The vector, as numbers or as base64.")
 
 
-class Scores(ResponseBody):
-    """The answer, one entry a pair, in order; vLLM's shape."""
+class PooledList(ResponseBody):
+    """The answer, one entry an input, in order; vLLM's shape."""
 
     id: str = Field(description="The object's name; stored objects are found by it.")
     object: str = Field(description="Which kind of object this is.")
     created: int = Field(description="When it was made, in seconds since 1970.")
     model: str = Field(description="The model or adapter that answered.")
-    data: list[Score] = Field(description="The items.")
+    data: list[PooledData] = Field(description="The items.")
     usage: Usage = Field(description="How many tokens were read and generated.")
 
 
-@router.post("/v1/score", responses=answers(Scores))
-@router.post("/score", responses=answers(Scores))
-async def create_score(
+@router.post("/pooling", responses=answers(PooledList))
+async def create_pooling(
     http: Request,
     model: InModel,
     responder: InResponder,
     config: InConfig,
-    body: Annotated[ScoreBody, Depends(json_body(ScoreBody, spends=True))],
+    body: Annotated[PoolingBody, Depends(json_body(PoolingBody, spends=True))],
 ) -> Response:
-    """Return the log likelihood of each text_2 as the continuation of its text_1; without an LM head, their cosine."""
+    """Return what the model makes of each input: a vector, or the scores of its labels."""
+    settings = model.reader.settings
+    if body.task == "classify":
+        model.reader.require_labels()
+    elif body.task == "embed":
+        model.reader.require_vectors()
     named = model.find(body.model)
-    plan = await (_likelihoods if model.limits.generates else _cosines)(model, config, body)
-    requests = responder.requests(body, named.adapter, plan.prompts, [plan.params] * len(plan.prompts))
-    shaped, generation = await shape_each(http, responder, body, requests, plan.shape)
-    values = await aside(lambda: plan.finish(shaped))
-    made = Scores(
-        id=f"score-{answer_id(requests)}",
-        object="list",
-        created=int(time.time()),
-        model=named.name,
-        data=[Score(object="score", index=index, score=value) for index, value in enumerate(values)],
-        usage=generation.usage,
-    )
-    return with_timings(made.json_bytes(), generation, body)
+    requests = await read_inputs(model, responder, config, body, body.input, named.adapter, body.input_type)
+    infos, generation = await shape_each(http, responder, body, requests, lambda _, info: info)
+
+    def document() -> bytes:
+        activation = settings.activation if body.use_activation else ""
+        vectors = [activated(info.pooled or (), activation) for info in infos]
+        shaped = [body.shape(each, normalizes=settings.normalizes and body.use_activation) for each in vectors]
+        return PooledList(
+            id=f"pool-{answer_id(requests)}",
+            object="list",
+            created=int(time.time()),
+            model=named.name,
+            data=[PooledData(object="pooling", index=index, data=each) for index, each in enumerate(shaped)],
+            usage=generation.usage,
+        ).json_bytes()
+
+    return with_timings(await run_slowly(document), generation, body)
 
 
-class _Plan(NamedTuple):
-    """Which prompts to read, and how scores are made of them."""
+async def read_inputs(
+    model: ServedModel,
+    responder: Responder,
+    config: AppConfig,
+    body: PromptOnlyBody,
+    inputs: Sequence[Prompt],
+    adapter: Adapter | None,
+    input_type: str | None = None,
+) -> list[EngineRequest]:
+    """Return one request an input, a text or token ids, behind its prompt. Raises ClientError."""
+    reader, limits = model.reader, model.limits
+    truncation, prompt = body.truncation(reader), reader.prompt(input_type)
 
-    prompts: Sequence[Sequence[int]]
-    params: SamplingParams
-    shape: Callable[[int, PromptInfo], Any]  # what to keep of a prompt
-    finish: Callable[[list[Any]], list[float]]
+    def read(one: Prompt) -> list[int]:
+        if isinstance(one, str):
+            ids = reader.text(one, "input", truncation, prompt=prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            limits.check_ids(one, "input")
+            ids = truncation.cut(one)
+        if not ids:
+            raise InvalidRequestError("The input has no tokens; send at least one.", param="input")
+        limits.check_readable(len(ids), "input")
+        return ids
+
+    num_chars = sum(len(one) for one in inputs if isinstance(one, str))
+    prompts = await aside(lambda: list(map(read, inputs)), num_chars)
+    return responder.requests(body, adapter, prompts, [pooling_params(model, config)] * len(prompts))
 
 
-async def _likelihoods(model: ServedModel, config: AppConfig, body: ScoreBody) -> _Plan:
-    special = body.add_special_tokens
-    wholes = await aside(lambda: body.wholes(config.max_body_bytes))
-    contexts = await model.encode(body.text_1, "text_1", add_special_tokens=special)
-    prompts = await model.encode(wholes, "text_2", add_special_tokens=special)
-    model.limits.check_readable(max(map(len, prompts)), "text_2")
-    alone = contexts * len(prompts) if len(contexts) == 1 else contexts
-    firsts = await aside(lambda: list(map(first_scored, alone, prompts)))
-
-    def shape(index: int, info: PromptInfo) -> float:
-        return likelihood(info.logprobs or (), firsts[index], body.reduction)
-
-    return _Plan(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0), shape, lambda scores: scores)
-
-
-async def _cosines(model: ServedModel, config: AppConfig, body: ScoreBody) -> _Plan:
-    check_reduction(body.reduction)
-    prompts = []
-    for texts, name in ((body.text_1, "text_1"), (body.text_2, "text_2")):
-        read = await model.encode(texts, name, add_special_tokens=body.add_special_tokens)
-        model.limits.check_readable(max(map(len, read)), name)
-        prompts += read
-
-    def finish(vectors: list[Any]) -> list[float]:
-        firsts, seconds = vectors[: len(body.text_1)], vectors[len(body.text_1) :]
-        pairs = zip(firsts * (len(seconds) if len(firsts) == 1 else 1), seconds, strict=True)
-        return [cosine(first, second) for first, second in pairs]
-
-    params = SamplingParams(max_tokens=0, pooling=Pooling(config.pooling))
-    return _Plan(prompts, params, lambda _, info: unit_vector(info.pooled or ()), finish)
+def pooling_params(model: ServedModel, config: AppConfig) -> SamplingParams:
+    """Return the parameters of prompts that are pooled."""
+    chosen = model.reader.settings.pooling if config.pooling == "auto" else Pooling(config.pooling)
+    return SamplingParams(max_tokens=0, pooling=chosen)

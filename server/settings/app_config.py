@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from engine.core.types import Pooling
 from engine.settings.setting import feature, section
 from engine.text.channels import CHANNEL_NAMES
 from engine.text.reasoning import REASONING_TAGS
@@ -67,10 +68,11 @@ class AppConfig:
         unset="the checkpoint's own",
     )
     pooling: str = _model(
-        "last",
+        "auto",
         "",
-        "vector that /v1/embeddings returns: the last token's hidden state, or the mean of all",
-        choices=("last", "mean"),
+        "how /v1/embeddings makes one vector of hidden states: the last token's, the first one's (cls), or the mean of all; auto is "
+        "as the model's files say",
+        choices=("auto", *(each.value for each in Pooling)),
     )
     pinned_prefixes: Path | None = _scheduling(
         None,

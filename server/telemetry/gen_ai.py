@@ -30,6 +30,9 @@ OPERATIONS: Final = {
     "/v1/embeddings": Operation("embeddings"),
     "/v1/score": Operation("score", "score-"),
     "/score": Operation("score", "score-"),
+    **{f"{version}/rerank": Operation("rerank", "rerank-") for version in ("", "/v1", "/v2")},
+    **{f"{version}/classify": Operation("classify", "classify-") for version in ("", "/v1")},
+    "/pooling": Operation("embeddings", "pool-"),
 }
 
 

@@ -14,16 +14,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 
+import transformers
+
 from engine.files.formats import FORMATS
 from engine.files.mmproj import PROJECTORS
 from engine.files.quant_config import READERS
 from engine.runtime.models.config_file import BOTH_WAYS, TOWERS
+from engine.runtime.models.encoder_families import ENCODERS
 from engine.runtime.models.families import FAMILIES, family_of
 from engine.runtime.native.ops import is_served_quantised
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.weights.gguf import KINDS
 from engine.runtime.weights.gguf_config import ARCHITECTURES
 from tests.cpu import (
+    test_encoders,
     test_engine_families,
     test_models_transformers,
     test_moe_stored,
@@ -73,6 +77,16 @@ Other causal models run by transformers' own code over Quire's pool, from safete
 _WRAPPED = """
 Of checkpoints that take images or sound, too, the text is served, and the start says so; tested, in safetensors: {names}.
 """
+_BOTH_WAYS = ("eurobert", "gemma3_text")  # decoders that attend both ways, the second if its config says so
+_NUMBERS = """
+## Models that answer with numbers
+
+Encoders attend both ways, and so do EuroBERT and EmbeddingGemma among the decoders. Each text is computed in one step. A test compares the vectors and
+the label scores of each with transformers to 1e-5. Any decoder above makes vectors; one whose class ends in `ForSequenceClassification` scores labels.
+[Embeddings and reranking](guides/embeddings.md) has the endpoints.
+
+| `model_type` | models | vectors: configs | label scores: configs |
+|---|---|---|---|"""
 _IMAGES = """
 ## Images
 
@@ -129,6 +143,8 @@ def page() -> str:
         _OTHERS + _listed(_adapted()) + ".",
         _WRAPPED.format(names=_listed(test_served_models.WRAPPERS)).rstrip("\n"),
         _FEATURES.format(features=_listed(FEATURES), state=state),
+        _NUMBERS,
+        *map(_row, _encoders()),
         _IMAGES.format(towers=_listed(TOWERS), both_ways=_listed(BOTH_WAYS), halves=_halves()).rstrip("\n"),
     ]
     parts += [_GGUF.format(architectures=_listed(ARCHITECTURES)), *map(_row, _types())]
@@ -153,7 +169,7 @@ def _gpu_run() -> dict[str, str] | None:
 def _families(state: str) -> Iterator[Sequence[str]]:
     own = [name for kind, name in (case.values for case in test_engine_families.CASES) if kind.CASES is CASES]
     own += test_recurrent.NAMES
-    for family in FAMILIES:
+    for family in [name for name in FAMILIES if name != "eurobert"]:
         cases = [name for name, case in CASES.items() if _type_of(case) == family]
         files: dict[str, int] = {}
         for name, (case, _, _) in test_weights_gguf.ARCHITECTURES.items():
@@ -167,6 +183,19 @@ def _families(state: str) -> Iterator[Sequence[str]]:
             ", ".join(f"{name} ({count})" for name, count in files.items()),
             state if set(cases) & set(ON_A_GPU) else "",
         )
+
+
+def _encoders() -> Iterator[Sequence[str]]:
+    for kind, read in {**ENCODERS, **{name: family_of(name) for name in _BOTH_WAYS}}.items():
+        counts = [
+            _count(each for each, (name, _) in table.items() if _kind_of(name) == kind)
+            for table in (test_encoders.KINDS, test_encoders.CLASSIFIERS)
+        ]
+        yield f"`{kind}`", _summary(read).rstrip("."), *counts
+
+
+def _kind_of(name: str) -> str:
+    return str(getattr(transformers, f"{name}Config").model_type)
 
 
 def _type_of(case: Case) -> str:

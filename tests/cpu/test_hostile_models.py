@@ -102,7 +102,7 @@ def loads_alike(folder: Path, known: set[str]) -> bool:
     def attempt() -> None:
         check_model(config)
         checkpoint, here = load._open(config, CPU, torch.float32)
-        found = f"{here} {read_own(checkpoint) if here.is_own else random.random()}"
+        found = f"{here} {read_own(checkpoint, folder) if here.is_own else random.random()}"
         if found not in known:
             load_model(config, CPU, torch.float32, lambda progress: None)
             known.add(found)

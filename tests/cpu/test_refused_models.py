@@ -33,11 +33,14 @@ GRANITE = CASES["granitemoehybrid-mamba"].build().to_dict()
 GEMMA3N = CASES["gemma3n"].build().to_dict()
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
-    "bert": (
-        Case("BertConfig").build().to_dict(),
-        "'bert' is an encoder, which does not generate; for embeddings serve",
+    "albert": (
+        Case("AlbertConfig").build().to_dict(),
+        "'albert' is an encoder that Quire does not have; for embeddings serve",
     ),
-    "xlm-r": (Case("XLMRobertaConfig").build().to_dict(), "'xlm-roberta' is an encoder"),
+    "relative bert": (
+        Case("BertConfig").build().to_dict() | {"position_embedding_type": "relative_key"},
+        "'position_embedding_type' is 'relative_key'; Quire needs 'absolute'",
+    ),
     "t5": (transformers.T5Config(d_model=64, num_layers=2).to_dict(), "'t5' is an encoder-decoder; serve a decoder"),
     "bart": (transformers.BartConfig(d_model=64).to_dict(), "'bart' is an encoder-decoder"),
     "paligemma": (transformers.PaliGemmaConfig().to_dict(), "'paligemma' takes images or sound beside text"),
@@ -71,8 +74,8 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "fuyu": (LLAMA | {"model_type": "fuyu", "text_config": {}}, "'fuyu' has its language model inside another model"),
     "llama4": (Case("Llama4TextConfig").build().to_dict(), "layers of type chunked_attention"),
     "classifier": (
-        LLAMA | {"architectures": ["Qwen3ForSequenceClassification"]},
-        "Qwen3ForSequenceClassification does not predict the next token; serve the causal model it was made from",
+        LLAMA | {"architectures": ["BertForTokenClassification"]},
+        "BertForTokenClassification answers for each token, or with more than a score; serve a model whose class ends in",
     ),
     **{
         method: (

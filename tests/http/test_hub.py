@@ -381,9 +381,9 @@ def test_a_hub_cannot_name_files_outside_of_the_cache(hub: FakeHub, name: str) -
 
 
 def test_an_unservable_model_is_refused_by_its_config_alone(hub: FakeHub) -> None:
-    hub.repos["org/bert"] = {**SMALL, "config.json": b'{"model_type": "bert"}', "model.safetensors": WEIGHTS}
-    with pytest.raises(ModelLoadError, match=r"^org/bert/config.json: 'bert' is an encoder"):
-        check_model(EngineConfig(model="org/bert"))
+    hub.repos["org/albert"] = {**SMALL, "config.json": b'{"model_type": "albert"}', "model.safetensors": WEIGHTS}
+    with pytest.raises(ModelLoadError, match=r"^org/albert/config.json: 'albert' is an encoder"):
+        check_model(EngineConfig(model="org/albert"))
     assert hub.requests == ["listing", "config.json"]
 
 

@@ -150,10 +150,9 @@ def test_an_upload_may_end_in_a_slash_and_has_its_own_limit(serve: Serve, tmp_pa
 @pytest.mark.parametrize(
     ("path", "instead"),
     [
-        ("/v1/rerank", "/v1/score"), ("/rerank", "/v1/score"), ("/v2/rerank", "/v1/score"), ("/v1/rerank/", "/v1/score"),
         ("/v1/audio/speech", "no audio"), ("/v1/audio/", "no audio"), ("/v1/audio/transcriptions", "no audio"), ("/v1/audio/translations", "no audio"),
         ("/v1/realtime", "no audio"), ("/v1/images/generations", "images"), ("/v1/images/edits", "images"), ("/v1/videos", "images"),
-        ("/pooling", "/v1/embeddings"), ("/classify", "/v1/embeddings"), ("/v1/moderations", "/v1/chat/completions"),
+        ("/v1/pooling", "/pooling"), ("/v1/pooling/", "/pooling"), ("/v1/moderations", "/v1/chat/completions"),
         ("/v1/assistants", "/v1/responses"), ("/v1/threads/t/messages", "/v1/responses"), ("/v1/fine_tuning/jobs", "--lora-modules"),
         ("/api/chat", "/v1"), ("/api/tags", "/v1"), ("/completion", "/v1/completions"), ("/v1/uploads", "/v1/files"),
         ("/v1/messages/batches", "/v1/batches"), ("/reset_prefix_cache", "cache_salt"), ("/sleep", "stop the daemon"), ("/ping", "/health"),

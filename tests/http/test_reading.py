@@ -13,6 +13,7 @@ import openai
 import pytest
 from harness import Live
 
+from engine.core.step import POOLED_UNIT
 from loadtest.fake_runner import hidden_state
 
 Post = Callable[..., dict[str, Any]]
@@ -79,6 +80,25 @@ def test_base64_holds_the_same_numbers(post: Post) -> None:
     assert list(struct.unpack("<4f", b64decode(packed))) == plain  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("side", "kept"), [("right", "hello"), ("left", "there")])
+def test_a_long_text_is_cut_where_the_request_says(post: Post, side: str, kept: str) -> None:
+    for given in ("hello, there", list(b"hello, there")):
+        answer = post("/v1/embeddings", input=given, truncate_prompt_tokens=5, truncation_side=side)
+        assert vectors(answer) == [last(kept)]
+        assert answer["usage"]["prompt_tokens"] == 5
+    assert len(vectors(post("/v1/embeddings", input="x" * 600, truncate_prompt_tokens=-1))) == 1
+
+
+def test_the_same_vectors_as_vllms_pooling(post: Post) -> None:
+    answer = post("/pooling", input=["hello", "you"], task="embed")
+    assert [(entry["object"], entry["data"]) for entry in answer["data"]] == [
+        ("pooling", last("hello")),
+        ("pooling", last("you")),
+    ]
+    (bare,) = post("/v1/embeddings", input="hello", normalize=False)["data"]
+    assert bare["embedding"] == pytest.approx([each * POOLED_UNIT for each in hidden_state(b"hello")], abs=1e-6)
+
+
 def test_the_official_sdk(live: Live) -> None:
     client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
     answer = client.embeddings.create(model="parrot", input=["hello", "you"])  # asks for base64 by itself
@@ -121,7 +141,24 @@ REFUSED = [
     ("/v1/embeddings", {"input": "x", "dimensions": 5}, "dimensions", "vectors have 4"),
     ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
     ("/v1/embeddings", {"input": "x", "stream": True}, "stream", "stream is not supported"),
-    ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
+    ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "give 1 to 512, or -1"),
+    ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 513}, "truncate_prompt_tokens", "give 1 to 512, or -1"),
+    ("/v1/embeddings", {"input": "x", "input_type": "tweet"}, "input_type", "this model has query, document"),
+    ("/v1/embeddings", {"input": "x", "return_sparse": True}, "return_sparse", "one dense vector is made of a text"),
+    ("/v1/embeddings", {"input": "x", "multi_vector": True}, "multi_vector", "not one of each token"),
+    ("/pooling", {"input": "x", "task": "token_embed"}, "task", "several vectors a text"),
+    ("/pooling", {"input": "x", "task": "classify"}, "model", "This model scores no labels: it generates text"),
+    ("/v1/classify", {"input": "x"}, "model", "This model scores no labels: it generates text"),
+    ("/v1/rerank", {"query": "x", "documents": ["y"]}, "model", "This model generates text, and is no reranker"),
+    ("/rerank", {"query": "x", "documents": []}, "documents", "at least 1 item"),
+    ("/rerank", {"query": "x", "documents": ["y"], "top_n": 0}, "top_n", "greater than or equal to 1"),
+    ("/rerank", {"query": "x", "documents": ["y", 3]}, "documents.1", "should be an object"),
+    (
+        "/v1/score",
+        {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5},
+        "truncate_prompt_tokens",
+        "not supported",
+    ),
     ("/v1/embeddings", {"messages": [{"role": "user", "content": "x"}]}, "messages", "send input"),
     ("/v1/score", {"text_1": "a"}, "text_2", "Field required"),
     ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "at least 1 item"),

@@ -65,7 +65,9 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "engine",
         ("engine.llm",),
-        tuple(f"engine.llm{part}" for part in ("", ".arguments", ".job", ".offline", ".params", ".prompts")),
+        tuple(
+            f"engine.llm{part}" for part in ("", ".arguments", ".job", ".offline", ".params", ".prompts", ".vectors")
+        ),
     ),
     ("engine.llm", ("torch", "engine.runtime", "engine.core.scheduling.scheduler"), ()),
     (

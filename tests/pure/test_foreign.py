@@ -82,7 +82,7 @@ def test_at_most_one_in_five_of_what_users_met_is_refused_and_each_with_its_reas
 
 @pytest.mark.parametrize(
     "line",
-    ["-pp 2", "--data-parallel-size 2", "--tokenizer-mode mistral", "--task classify",
+    ["-pp 2", "--data-parallel-size 2", "--tokenizer-mode mistral", "--task transcription",
      "--response-role user", "--no-jinja", "--quantization bitsandbytes", "--load-format pt", "--kv-cache-dtype fp8_e5m2",
      "--chat-template-content-format openai", "-mg 1", "--embd-normalize 1", "--reasoning-budget 100"],
 )  # fmt: skip

@@ -58,3 +58,5 @@ def test_copies_of_the_weights_are_left_alone() -> None:
     assert weight_files([*names, "model.safetensors"], (), "'org/m'") == ["model.safetensors"]
     assert weight_files(names, ["model-1.safetensors"], "'org/m'") == ["model-1.safetensors"]
     assert small_files(["config.json", "a/config.json", "x.py", "merges.txt"]) == ["config.json", "merges.txt"]
+    modules = ["1_Pooling/config.json", "2_Dense/model.safetensors"]
+    assert small_files([*modules, "2_Dense/pytorch_model.bin", "onnx/model.safetensors"]) == modules

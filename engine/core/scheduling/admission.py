@@ -31,10 +31,10 @@ def peak_positions(num_prompt: int, max_tokens: int) -> int:
     return num_prompt + max(max_tokens - 1, 0)
 
 
-def check_headless(request: Request) -> None:
+def check_headless(request: Request, served: str) -> None:
     """Raise HeadlessModelError for a request that needs the LM head."""
     if request.params.max_tokens or request.params.prompt_logprobs is not None:
-        raise HeadlessModelError
+        raise HeadlessModelError(served)
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:

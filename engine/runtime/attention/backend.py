@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -40,10 +40,15 @@ class Batch:
     states: StepStates | None = None  # of a model with recurrent layers
     state_tensors: StateTensors | None = None  # the same, of a graph, which has them on the device alone
     ends: Tensor | None = None  # [T] int32, where the positions end that a token sees; None: behind its own
+    reaches: dict[int, Tensor] = field(default_factory=dict)  # the same in layers with a reach
 
     def ends_of(self, spec: AttentionSpec) -> Tensor | None:
         """Return the ends that a layer honours."""
-        return None if spec.is_causal else self.ends
+        if spec.is_causal or self.ends is None or spec.reach is None:
+            return None if spec.is_causal else self.ends
+        if spec.reach not in self.reaches:
+            self.reaches[spec.reach] = torch.minimum(self.ends, self.positions.int() + spec.reach + 1)
+        return self.reaches[spec.reach]
 
     def of_group(self, kv_slots: Tensor, tables: Tensor, tables_host: Sequence[Sequence[int]]) -> Batch:
         """Return the same tokens with the slots and tables of another group."""

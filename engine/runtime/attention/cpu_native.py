@@ -26,6 +26,7 @@ class CpuNativeAttention(AttentionBackend):
         assert library is not None, "table.py has refused this backend without it"
         self._library = library
         self._store, self._attend = StoreArgs(), AttendArgs()
+        self._reached: dict[AttentionSpec, AttendArgs] = {}  # of layers with a reach, whose ends are others
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype) -> None:  # noqa: ARG002
         """Raise ConfigError for an odd head_dim."""
@@ -34,7 +35,8 @@ class CpuNativeAttention(AttentionBackend):
             raise ConfigError(f"--attention-backend 'cpu_native' needs an even head_dim, not {odd}; use 'torch'.")
 
     def paged_layer(self, spec: AttentionSpec, k_pool: Tensor, v_pool: Tensor) -> PagedLayer:
-        return PagedLayer(_pool_of(spec, k_pool, v_pool), self._store, self._attend)
+        attend = self._attend if spec.reach is None else self._reached.setdefault(spec, AttendArgs())
+        return PagedLayer(_pool_of(spec, k_pool, v_pool), self._store, attend)
 
     def prepare(self, batch: Batch) -> None:
         """Point the arguments that all layers share at the step's index tensors."""
@@ -44,12 +46,13 @@ class CpuNativeAttention(AttentionBackend):
         )
         self._store.num_tokens = batch.kv_slots.shape[0]
         self._store.slots = batch.kv_slots.data_ptr()
-        args = self._attend
-        args.num_slices, args.table_stride = batch.block_tables.shape
-        args.query_starts = batch.query_starts.data_ptr()
-        args.context_lens = batch.context_lens.data_ptr()
-        args.block_tables = batch.block_tables.data_ptr()
-        args.ends = None if batch.ends is None else batch.ends.data_ptr()
+        for spec, args in [(None, self._attend), *self._reached.items()]:
+            args.num_slices, args.table_stride = batch.block_tables.shape
+            args.query_starts = batch.query_starts.data_ptr()
+            args.context_lens = batch.context_lens.data_ptr()
+            args.block_tables = batch.block_tables.data_ptr()
+            ends = batch.ends if spec is None else batch.ends_of(spec)
+            args.ends = None if ends is None else ends.data_ptr()
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         assert q.dtype == k.dtype == v.dtype, "one type for queries, keys and values"
@@ -78,7 +81,7 @@ class CpuNativeAttention(AttentionBackend):
         args.sinks = None if sinks is None else sinks.data_ptr()
         ends = self.batch.ends_of(spec)
         args.ends = None if ends is None else ends.data_ptr()
-        args.window, args.scale, args.softcap = spec.window or 0, spec.scale, spec.softcap or 0.0
+        args.window, args.scale, args.softcap = spec.seen or 0, spec.scale, spec.softcap or 0.0
         self._library.attend(args)
         return out
 

@@ -28,8 +28,8 @@ def dense_attention(
     query_at = torch.arange(start, start + q.shape[0], device=q.device)[:, None]
     key_at = torch.arange(k.shape[0], device=q.device)[None, :]
     is_visible = key_at <= query_at if ends is None else key_at < ends[:, None]
-    if spec.window is not None:
-        is_visible &= key_at > query_at - spec.window
+    if spec.seen is not None:
+        is_visible &= key_at > query_at - spec.seen
     scores = scores.masked_fill(~is_visible, -torch.inf)
     if spec.sinks is not None:
         sinks = spec.sinks.double()[:, None, None].expand(-1, q.shape[0], 1)
@@ -52,7 +52,7 @@ class ReferenceAttention(AttentionBackend):
             batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
         ):
             size, start = k_pool.shape[2], context - num_queries
-            first = 0 if spec.window is None else max(start - spec.window + 1, 0) // size  # block
+            first = 0 if spec.seen is None else max(start - spec.seen + 1, 0) // size  # block
             num_keys, num_blocks = context - first * size, -(-context // size)
             blocks = torch.tensor(table[first:num_blocks], device=q.device)
             pools = (k_pool, v_pool)[: spec.num_pools]

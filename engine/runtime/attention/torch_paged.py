@@ -26,7 +26,7 @@ class TorchPagedAttention(AttentionBackend):
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         batch = self.batch
         store(spec, batch.kv_slots, k, v, k_pool, v_pool)
-        kind = spec.window, spec.is_causal
+        kind = spec.seen, spec.is_causal
         if kind not in self._views:
             self._views[kind] = _view_all(batch, k_pool.shape[2], spec)
         return torch.cat([attend_slice(spec, view, q, k_pool, v_pool) for view in self._views[kind]])
@@ -38,6 +38,6 @@ def _view_all(batch: Batch, block_size: int, spec: AttentionSpec) -> list[SliceV
         batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
     ):
         ends = None if all_ends is None else all_ends[row : row + num_queries]
-        views.append(view_slice(row, num_queries, context, table, block_size, spec.window, batch.kv_slots.device, ends))
+        views.append(view_slice(row, num_queries, context, table, block_size, spec.seen, batch.kv_slots.device, ends))
         row += num_queries
     return views

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.core.step import POOLED_UNIT, SequenceSlice
+from engine.runtime.models.pooler import Pooler
 
 _MOST = 2.0**18  # bound of a valid state: a million of them fit into the 63 bits of a sum
 
@@ -31,14 +32,23 @@ class Pooled(NamedTuple):
         return {index: total for index, total in sums.items() if index not in void}, void
 
 
-def pool(slices: Sequence[SequenceSlice], first_rows: Sequence[int], hidden: Tensor) -> Pooled | None:
-    """Sum the states that slices ask for; `hidden` [T, hidden] has all slices' rows."""
+def pool(
+    slices: Sequence[SequenceSlice], first_rows: Sequence[int], hidden: Tensor, pooler: Pooler | None = None
+) -> Pooled | None:
+    """Sum the states that slices ask for; `hidden` [T, hidden] has all slices' rows.
+
+    With a pooler its result is summed: once for each position, or as often as there are positions.
+    """
     indices, sums, sane = [], [], []
     for index, (piece, first_row) in enumerate(zip(slices, first_rows, strict=True)):
         positions = piece.pooled_positions
         if not positions:
             continue
-        states = hidden[first_row + positions.start : first_row + positions.stop].double()
+        states = hidden[first_row + positions.start : first_row + positions.stop]
+        if pooler is not None:
+            own = states if pooler.comes_first else states.double().mean(0, keepdim=True)
+            states = pooler(own).expand(len(states), -1)
+        states = states.double()
         indices.append(index)
         sane.append((states.abs() < _MOST).all())  # False for NaN as well
         sums.append((states / POOLED_UNIT).round_().long().sum(0))

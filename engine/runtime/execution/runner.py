@@ -31,6 +31,7 @@ from engine.runtime.execution.pooling import Pooled, pool
 from engine.runtime.execution.ranks import ALONE, Ranks
 from engine.runtime.lora.loader import group_rows
 from engine.runtime.models.causal_lm import CausalLM
+from engine.runtime.models.pooler import Pooler
 from engine.runtime.native.decoder import Streams, Vectors
 from engine.runtime.pool.batch import BatchBuilder, Changes, Packet, RowTables, scored_portions
 from engine.runtime.pool.groups import LayerGroups
@@ -194,6 +195,7 @@ class ModelRunner:
         self._drafter: Drafter | None = None
         self.heads = None if head is None else HeadDrafter(head, kv_cache, config, device, self._tables)
         self._images: ImageRows | None = None
+        self.pooler: Pooler | None = None
         self._num_used_blocks = 0  # up to the last that was ever written
 
     def begin(self) -> None:
@@ -322,13 +324,16 @@ class ModelRunner:
             for each in (batch, *batch.others):
                 each.ends = ends
             seen = batch if positions is None else replace(batch, positions=positions)
+        if self._config.whole_step:
+            lengths = np.repeat(np.array(packet.contexts, np.int32), packet.query_lens)
+            batch.ends = to_device(lengths, torch.int32, self._device)
         self._kv_cache.prepare(batch)
         heads = None if self.heads is None or self.heads.is_idle else self.heads
         returns_all = packet.keeps_all or (heads is not None and heads.needs_all)
         streams = None if heads is None else heads.new_streams(batch.ids)
         hidden = self._forward(slices, seen, None if returns_all else batch.sample_rows, streams, vectors)
         scores = self._score(slices, packet, hidden) if packet.scored else []
-        pooled = pool(slices, [*accumulate(packet.query_lens[:-1], initial=0)], hidden) if packet.keeps_all else None
+        pooled = self._pool(slices, packet, hidden) if packet.keeps_all else None
         sampled = None
         if draws:
             logits = self._model.logits(hidden.index_select(0, batch.sample_rows) if returns_all else hidden)
@@ -338,6 +343,9 @@ class ModelRunner:
             states = hidden if streams is None else streams.out.flatten(1)
             heads.observe(slices, batch, states, None if sampled is None else sampled.ids)
         return _Computed(sampled, scores, pooled)
+
+    def _pool(self, slices: Sequence[SequenceSlice], packet: Packet, hidden: Tensor) -> Pooled | None:
+        return pool(slices, [*accumulate(packet.query_lens[:-1], initial=0)], hidden, self.pooler)
 
     def _is_recorded(self, graphs: DecodeGraphs, slices: Sequence[SequenceSlice]) -> bool:
         """Return whether a step runs as a graph, which has no vectors."""

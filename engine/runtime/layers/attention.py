@@ -90,6 +90,7 @@ class Attention:
                 sinks=self._sinks,
                 source=source,
                 is_causal=config.layers[layer].is_causal,
+                reach=config.layers[layer].reach,
             ),
         )
 

@@ -201,6 +201,7 @@ class LayerConfig:
     sparsity: float = 0.0  # the share of its MLP's gates that are 0 (layers/altup.py)
     has_feed_forward: bool = True
     is_causal: bool = False  # as in an AttentionSpec
+    reach: int | None = None  # likewise
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -243,6 +244,7 @@ class ModelConfig:
     activation: Activation
     tied_head: bool  # the LM head is the embedding
     has_head: bool = True  # False: the checkpoint was saved without one, and the model makes vectors alone
+    both_ways: bool = False  # each token attends to those behind it, too
 
     attention_scale: float | None = None  # None: head_dim ** -0.5 of each layer
     qkv_bias: bool = False

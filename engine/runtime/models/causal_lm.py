@@ -9,9 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.files.vector_files import VectorSettings
 from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.parts import LayerStates, Target
 from engine.runtime.lora.loader import AdapterRows
+from engine.runtime.models.pooler import Pooler
 from engine.runtime.native.decoder import Streams, Vectors
 
 
@@ -23,6 +25,7 @@ class ModelCapabilities:
     graphs: bool = False  # its forward pass may be captured in a CUDA graph
     native: bool = False  # its products run in the native library, on the library's threads
     generates: bool = True  # it has an LM head; without one its final states are served as vectors
+    both_ways: bool = False  # each token attends to those behind it, too: a prompt is computed in one step
     heads: bool = False  # `forward` copies out streams and `embed` looks tokens up, for heads that draft
 
 
@@ -34,6 +37,8 @@ class CausalLM(Protocol):
     max_model_len: int  # positions the weights were made for
     dtype: torch.dtype
     adapter_targets: Mapping[str, Target]  # the matrices that adapters can change, by their names in checkpoints
+    vectors: VectorSettings  # how vectors are made of its states
+    pooler: Pooler | None  # what comes behind the pooling of states
 
     @property
     def capabilities(self) -> ModelCapabilities:

@@ -16,7 +16,9 @@ from typing import Any
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.files.hf_config import HFConfig
+from engine.files.vector_files import is_classifier, read_vectors
 from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.models.encoder_families import ENCODERS
 from engine.runtime.models.families import FAMILIES, read_config
 from engine.runtime.models.servable import OTHER_INPUTS, refuse_unservable
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
@@ -93,6 +95,11 @@ def servable(config: HFConfig, overrides: Mapping[str, Any] | None = None) -> HF
     config = _text_half(override(config, overrides))
     values = config.values
     refuse_unservable(values, config.source)
+    if is_classifier(values) and values["model_type"] not in {*FAMILIES, *ENCODERS, *_ALIASES}:
+        raise ModelLoadError(
+            f"{config.source}: Quire does not score labels with models of the kind {values['model_type']!r}; serve one of "
+            f"{', '.join(ENCODERS)}, or a decoder such as Qwen3."
+        )
     if values["model_type"] not in _ALIASES:
         return config
     return HFConfig({**values, "model_type": _ALIASES[values["model_type"]]}, config.source)
@@ -118,9 +125,12 @@ def _text_half(config: HFConfig) -> HFConfig:
     return HFConfig({**_LEFT_OUT.get(text["model_type"], {}), **beside, **text, "text_of": kind}, config.source)
 
 
-def read_own(checkpoint: Checkpoint) -> ModelConfig:
+def read_own(checkpoint: Checkpoint, path: Path) -> ModelConfig:
     """Return the settings of a model that Quire's decoder runs. Raises ModelLoadError."""
     config = read_config(checkpoint.config.values, checkpoint.config.source)
+    vectors = read_vectors(checkpoint.config, path, is_encoder=config.both_ways)
+    if vectors.is_embedder or vectors.labels:
+        return replace(config, has_head=False, tied_head=False)
     return config if config.tied_head or not checkpoint.is_body else replace(config, has_head=False)
 
 
@@ -157,7 +167,17 @@ def is_native(config: EngineConfig, model: HFConfig, path: Path) -> bool:
         raise ConfigError(
             f"--model-impl is 'transformers', and {path} is a {kind} file, which Quire's own models alone serve; leave it out."
         )
-    return model.values.get("model_type") in FAMILIES if config.model_impl == "auto" else config.model_impl == "quire"
+    if is_encoder(model.values) and config.model_impl == "transformers":
+        raise ConfigError(
+            f"--model-impl is 'transformers', and {model.source} is an encoder, which Quire's own code runs; leave it out."
+        )
+    is_own = model.values.get("model_type") in FAMILIES or is_encoder(model.values)
+    return is_own if config.model_impl == "auto" else config.model_impl == "quire"
+
+
+def is_encoder(values: Mapping[str, Any]) -> bool:
+    """Return whether Quire's encoder runs a model, not its decoder."""
+    return values.get("model_type") in ENCODERS and not values.get("is_decoder")
 
 
 _ROPES = ("rope_scaling", "rope_parameters")

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
+from engine.files.vector_files import VectorSettings
 from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.layer import DecoderLayer
 from engine.runtime.layers.model_config import ModelConfig
@@ -23,6 +24,7 @@ from engine.runtime.layers.rope import Rotary
 from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.lora.loader import AdapterRows, NativeAdapters, addends
 from engine.runtime.models.causal_lm import ModelCapabilities
+from engine.runtime.models.pooler import Pooler
 from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.schemes.linear import Embedding, Linear, Scheme, ShardedEmbedding
@@ -58,7 +60,7 @@ class Decoder:
         self.max_model_len = config.max_positions
         self.dtype = dtype
         self.config = config  # of this rank's part
-        self._device = device
+        self.device = device
         self.adapter_targets: Mapping[str, Target] = make.targets
         # ids [T] -> [T, hidden], as stored
         self.embed = Embedding() if shards is None else ShardedEmbedding(make.group, shards.vocabulary.first, num_ids)
@@ -68,11 +70,20 @@ class Decoder:
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._inputs, self._streams, kind = _further_parts(config, make)
         self._layers, specs = list["AltUpLayer | DecoderLayer"](), list[StateSpec]()
-        for index in range(len(config.layers)):
-            layer = kind(config, index, make.within(f"model.layers.{index}", index), state=len(specs))
+        kinds = list(dict.fromkeys((layer.heads, layer.reach) for layer in config.layers))
+        self._state_of: list[int] | None = [] if config.both_ways else None
+        for index, own in enumerate(config.layers):
+            # Where a prompt is computed in one step, layers of a kind overwrite the keys and values of those before.
+            state = kinds.index((own.heads, own.reach)) if config.both_ways else len(specs)
+            layer = kind(config, index, make.within(f"model.layers.{index}", index), state=state)
             self._layers.append(layer)
-            specs += layer.states
+            if self._state_of is not None:
+                self._state_of.append(state)
+            if state == len(specs):
+                specs += layer.states
         self.states: Sequence[StateSpec] = specs
+        self.vectors = VectorSettings()
+        self.pooler: Pooler | None = None
         self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
         head, tied = ("model.embed_tokens", self.embed) if config.tied_head else ("lm_head", None)
         self._head = (
@@ -97,6 +108,7 @@ class Decoder:
             native=is_native,
             heads=self._streams is None,
             generates=self._head is not None,
+            both_ways=self.config.both_ways,
         )
 
     def forward(
@@ -184,7 +196,7 @@ class Decoder:
     def summary(self) -> str:
         """Return a line for the log about mixtures that the native library does not compute; "" for none."""
         lacking = {index: layer.lacking for index, layer in enumerate(self._layers) if layer.lacking}
-        if not lacking or native() is None or self._device.type != "cpu":
+        if not lacking or native() is None or self.device.type != "cpu":
             return ""
         first, dtype = next(iter(lacking)), str(self.dtype).removeprefix("torch.")
         return (
@@ -206,7 +218,7 @@ class Decoder:
         ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
         described = [layer.describe(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
         layers = [layer for layer in described if layer is not None]
-        if library is None or self._device.type != "cpu" or len(layers) < len(described):
+        if library is None or self.device.type != "cpu" or len(layers) < len(described):
             return None
         description = DecoderArgs(
             hidden=config.hidden_size,
@@ -238,6 +250,7 @@ class Decoder:
             embedding=self.embed.described,
             norm=self._norm.weight,
             dtype=self.dtype,
+            state_of=self._state_of,
         )
 
 

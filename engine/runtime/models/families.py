@@ -150,6 +150,8 @@ def gemma2(hf: HFConfig) -> ModelConfig:
 
 def gemma3(hf: HFConfig) -> ModelConfig:
     """Gemma 3's text model: five window layers with a short rope base to one full layer."""
+    if hf.flag("use_bidirectional_attention"):
+        return _both_ways(gemma3(HFConfig({**hf.values, "use_bidirectional_attention": False}, hf.source)))
     period = hf.size("sliding_window_pattern", 6)
     types = [common.SLIDING if (i + 1) % period else common.FULL for i in range(common.num_layers(hf))]
     ropes = common.ropes_by_type(
@@ -164,6 +166,11 @@ def gemma3(hf: HFConfig) -> ModelConfig:
         logit_softcap=hf.optional_positive("final_logit_softcapping"),
         layers=common.layers(hf, windows=common.windows(hf, types), ropes=ropes),
     )
+
+
+def eurobert(hf: HFConfig) -> ModelConfig:
+    """EuroBERT: Llama that attends both ways."""
+    return _both_ways(llama(HFConfig({"rms_norm_eps": 1e-5, **hf.values}, hf.source)))
 
 
 def granite(hf: HFConfig) -> ModelConfig:
@@ -364,6 +371,7 @@ FAMILIES: Mapping[str, Family | str] = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
+    "eurobert": eurobert,
     "granite": granite,
     "olmo2": olmo2,
     "olmo3": olmo3,
@@ -422,6 +430,15 @@ def _granite_swa_common(hf: HFConfig, moes: Mixtures | None = None) -> ModelConf
     ropes = [replace(rope, theta=theta) if theta else None for theta in thetas]
     layers = common.layers(hf, windows=windows, ropes=ropes, moes=moes)
     return replace(granite_settings(hf), mlp_bias=hf.flag("mlp_bias"), has_sinks=True, layers=layers)
+
+
+def _both_ways(config: ModelConfig) -> ModelConfig:
+    """Return a model whose tokens attend both ways; half of a window is on either side."""
+    layers = [
+        replace(layer, window=None, reach=None if layer.window is None else layer.window // 2)
+        for layer in config.layers
+    ]
+    return replace(config, layers=tuple(layers), both_ways=True, has_head=False, tied_head=False)
 
 
 def _gemma_common(hf: HFConfig) -> ModelConfig:

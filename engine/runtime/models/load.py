@@ -15,7 +15,9 @@ from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress, ReportProgress
 from engine.files.formats import FORMATS, choose_format
 from engine.files.hf_config import HFConfig
+from engine.files.vector_files import VectorSettings, read_vectors
 from engine.runtime.attention.table import load_backend
+from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.parts import Maker
 from engine.runtime.layers.shards import Shards, blocks_of
 from engine.runtime.models.causal_lm import CausalLM
@@ -23,6 +25,7 @@ from engine.runtime.models.config_file import (
     BOTH_WAYS,
     TOWERS,
     check_mtp,
+    is_encoder,
     is_native,
     override,
     read_model_config,
@@ -33,21 +36,27 @@ from engine.runtime.models.config_file import (
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
+from engine.runtime.models.encoder import Encoder
+from engine.runtime.models.encoder_families import EncoderConfig, read_encoder
 from engine.runtime.models.fill import check_size, fill
 from engine.runtime.models.mtp import MTPHead
+from engine.runtime.models.pooler import make_pooler
 from engine.runtime.native.library import native
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.linear import Circumstances, Scheme
 from engine.runtime.weights.checkpoint import FLOATS, Checkpoint, open_checkpoint
+from engine.runtime.weights.encoder_names import EncoderTensors
 from engine.runtime.weights.stored.formats import Storage
 from engine.settings.engine_config import EngineConfig
 from engine.system.calls import TRANSFORMERS
+from engine.system.regular_file import read_json
 
 if TYPE_CHECKING:
     from engine.runtime.models.tower import Tower
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
+_BERT_SEPARATOR = 102
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -62,6 +71,8 @@ def load_model(
     if group.size > 1:
         _require_divisible(config, group, here)
     try:
+        if is_encoder(checkpoint.config.values):
+            return load_encoder(config, checkpoint, device, dtype, scheme, report)
         if here.is_own:
             return load_decoder(config, checkpoint, device, dtype, scheme, report, group)
         # transformers' model code takes seconds to import, and most models do not need it
@@ -263,7 +274,9 @@ def load_decoder(
     group: Group = SINGLE,
 ) -> Decoder:
     """Build Quire's decoder and fill it from a checkpoint."""
-    model_config = read_own(checkpoint)
+    path = Path(config.model)
+    model_config = read_own(checkpoint, path)
+    vectors = read_vectors(checkpoint.config, path, is_encoder=model_config.both_ways)
     config.check_length(model_config.max_positions)
     if checkpoint.config.has("text_of"):
         seen = (
@@ -292,13 +305,63 @@ def load_decoder(
         model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme, shards=shards,
         state_dtype=state_dtype,
     )  # fmt: skip
-    fill(model.loads, checkpoint, report, is_tied=model.config.tied_head)
+    _add_pooler(model, vectors, checkpoint.config, path, model_config)
+    is_part = vectors.is_embedder or bool(vectors.labels)
+    fill(model.loads, checkpoint, report, is_tied=model.config.tied_head, is_part=is_part)
     model.finish(checkpoint.config.text("model_type"))
     if scheme.summary():
         report(Progress("quantization", scheme.summary()))
     if model.summary():
         report(Progress("kernels", model.summary()))
     return model
+
+
+def load_encoder(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    scheme: Scheme,
+    report: ReportProgress,
+) -> Encoder:
+    """Build Quire's encoder and fill it from a checkpoint."""
+    own, path = read_encoder(checkpoint.config), Path(config.model)
+    vectors = read_vectors(checkpoint.config, path, is_encoder=True)
+    config.check_length(own.max_positions)
+    _require_no_drafts(config)
+    report(Progress("head", f"it scores {', '.join(vectors.labels)}" if vectors.labels else "it makes vectors"))
+    check_size(checkpoint, own.num_weights, dtype, device)
+    model = Encoder(
+        own, served_len=config.max_model_len or own.max_positions, dtype=dtype, device=device, scheme=scheme,
+        separator=_separator(path) if vectors.labels and own.num_types > 1 else None,
+    )  # fmt: skip
+    _add_pooler(model, vectors, checkpoint.config, path, own)
+    fill(model.loads, EncoderTensors(checkpoint), report, is_part=True)
+    model.loads.clear()
+    return model
+
+
+def _add_pooler(
+    model: Decoder | Encoder,
+    vectors: VectorSettings,
+    config: HFConfig,
+    path: Path,
+    own: ModelConfig | EncoderConfig,
+) -> None:
+    """Add what comes behind a model's last layer, to be loaded with it."""
+    make = Maker(torch.float32, model.device, Scheme(), loads=model.loads, targets={})
+    model.vectors = vectors
+    model.pooler = make_pooler(vectors, config, own, make, path)
+    model.max_model_len = min(model.max_model_len, vectors.max_tokens or model.max_model_len)
+
+
+def _separator(path: Path) -> int:
+    """Return the id behind the first of two texts: the tokenizer's, or that of BERT's own vocabulary."""
+    try:
+        added = read_json(path / "tokenizer.json").get("added_tokens", ())
+        return next((int(token["id"]) for token in added if token["content"] == "[SEP]"), _BERT_SEPARATOR)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _BERT_SEPARATOR
 
 
 def _multiplies_bfloat16() -> bool:

@@ -12,10 +12,9 @@ from typing import Any
 from engine.core.errors import ModelLoadError
 
 _ENCODERS = (
-    "albert", "bert", "bert-generation", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra",
-    "ernie", "esm", "eurobert", "flaubert", "funnel", "gte", "ibert", "jina_embeddings_v3", "longformer", "luke",
-    "mobilebert", "modernbert", "mpnet", "nomic_bert", "nystromformer", "roberta", "roberta-prelayernorm", "roc_bert",
-    "roformer", "squeezebert", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    "albert", "bert-generation", "convbert", "data2vec-text", "deberta", "deberta-v2", "electra", "ernie", "esm", "flaubert",
+    "funnel", "ibert", "jina_embeddings_v3", "longformer", "luke", "mobilebert", "nystromformer", "roberta-prelayernorm",
+    "roc_bert", "roformer", "squeezebert", "xlm", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 _ENCODER_DECODERS = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5",
@@ -58,7 +57,7 @@ _OTHER_ATTENTION = {
 SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vq_config", "visual")
 # Endings of the class names under `architectures` whose heads do not predict the next token.
-_OTHER_HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MaskedLM", "RewardModel")
+_OTHER_HEADS = ("TokenClassification", "QuestionAnswering", "MultipleChoice", "RewardModel")
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -82,16 +81,16 @@ def _why(values: Mapping[str, Any]) -> str | None:
         return f"'model_type' {'is missing' if kind is None else f'is {kind!r:.200}'}; it must name the kind of model"
     if kind in _ENCODERS and not values.get("is_decoder"):
         return (
-            f"{kind!r} is an encoder, which does not generate; for embeddings serve a causal model such as "
-            "Qwen/Qwen3-Embedding-0.6B"
+            f"{kind!r} is an encoder that Quire does not have; for embeddings serve one of BERT's, RoBERTa's or ModernBERT's "
+            "layout, or a decoder such as Qwen/Qwen3-Embedding-0.6B"
         )
     if values.get("is_encoder_decoder") is True or kind in _ENCODER_DECODERS:
         return f"{kind!r} is an encoder-decoder; serve a decoder alone, a model with a causal LM head"
     head = next((name for name in heads if name.endswith(_OTHER_HEADS)), None)
     if head is not None:
         return (
-            f"{head} does not predict the next token; serve the causal model it was made from (its class ends in "
-            "ForCausalLM), and compare texts with /v1/score or /v1/embeddings"
+            f"{head} answers for each token, or with more than a score; serve a model whose class ends in ForCausalLM or "
+            "ForSequenceClassification"
         )
     if kind in _RECURRENT:
         return (

@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress, ReportProgress
+from engine.files.vector_files import VectorSettings
 from engine.runtime.kv_layout import AttentionSpec, StateSpec
 from engine.runtime.layers.parts import LayerAttention, Target
 from engine.runtime.layers.rope_config import describe_longrope
@@ -39,6 +40,7 @@ from engine.runtime.lora.loader import AdapterRows
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
 from engine.runtime.models.fill import check_size
+from engine.runtime.models.pooler import Pooler
 from engine.runtime.models.servable import SERVABLE_LAYERS
 from engine.runtime.native.decoder import Streams, Vectors
 from engine.runtime.weights.checkpoint import Checkpoint
@@ -73,6 +75,8 @@ class TransformersModel:
     """A CausalLM around a model of transformers."""
 
     capabilities = ModelCapabilities()  # no graphs: other code may run on the host in between
+    vectors = VectorSettings()
+    pooler: Pooler | None = None
 
     def __init__(self, model: Any, max_model_len: int, source: str) -> None:
         self.max_model_len = max_model_len

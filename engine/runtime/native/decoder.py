@@ -90,7 +90,7 @@ def scores_args(spec: AttentionSpec) -> ScoresArgs:
     """Describe how heads attend; C keeps the address of the sinks."""
     assert spec.sinks is None or spec.sinks.dtype is torch.float32
     sinks = None if spec.sinks is None else spec.sinks.data_ptr()
-    return ScoresArgs(sinks, spec.num_heads, spec.window or 0, spec.scale, spec.softcap or 0.0, spec.is_causal)
+    return ScoresArgs(sinks, spec.num_heads, spec.seen or 0, spec.scale, spec.softcap or 0.0, spec.is_causal)
 
 
 def describe_part(
@@ -119,11 +119,12 @@ class NativeDecoder:
         embedding: Tensor | LinearArgs,
         norm: Tensor,
         dtype: torch.dtype,
+        state_of: Sequence[int] | None = None,
     ) -> None:
         """`description` has its numbers set; rotaries are (frequencies [dim / 2], magnitude, the axes of frequencies if several).
 
         C holds the tensors' addresses, and the model the tensors. An embedding given as LinearArgs is a packed
-        matrix, perhaps that of the head.
+        matrix, perhaps that of the head. `state_of` has the state of each layer, if layers share some.
         """
         self._library, self._decoder = library, description
         self._layers = (LayerArgs * len(layers))(*layers)
@@ -133,7 +134,7 @@ class NativeDecoder:
                 for inverse, magnitude, axes in rotaries
             )
         )
-        self._dtype = dtype
+        self._dtype, self._state_of = dtype, state_of
         self._bound: PagedStep | None = None
         description.layers, description.num_layers = addressof(self._layers), len(layers)
         description.rotaries, description.num_rotaries = addressof(self._rotaries), len(rotaries)
@@ -177,7 +178,8 @@ class NativeDecoder:
 
     def _bind(self, step: PagedStep) -> None:
         mixing = [layer for layer in self._layers for part in (layer.mixer, layer.beside) if part.kind]
-        for layer, paged in zip(mixing, step, strict=False):  # a head's layers follow in the pool
+        states = step if self._state_of is None else [step[state] for state in self._state_of]
+        for layer, paged in zip(mixing, states, strict=False):  # a head's layers follow in the pool
             if isinstance(paged, PagedState):
                 layer.states, layer.places = addressof(paged.step), paged.places.ctypes.data
                 layer.drafts = paged.drafts.data_ptr()

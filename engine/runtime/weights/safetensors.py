@@ -244,7 +244,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 yield tensor
 
     def towers(self) -> list[StoredTensor]:
-        return [tensor for file in self._files for tensor in _tensors(file, self.config, of_towers=True)]
+        return [tensor for file in self._files for tensor in read_tensors(file, self.config, of_towers=True)]
 
     @cached_property
     def _files(self) -> list[SafetensorsFile]:
@@ -253,7 +253,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def _named(self) -> list[StoredTensor]:
         """Return the tensors of all files by their names in a causal model."""
         if self._found is None or self._found[0] is not self.config:
-            self._found = self.config, [tensor for file in self._files for tensor in _tensors(file, self.config)]
+            self._found = self.config, [tensor for file in self._files for tensor in read_tensors(file, self.config)]
         return self._found[1]
 
     def _is_left_out(self, tensor: StoredTensor, wanted: Mapping[str, tuple[int, ...]], headers: Headers) -> bool:
@@ -279,7 +279,7 @@ def language_name(name: str) -> str | None:
     return name.removeprefix("language_model.")
 
 
-def _tensors(file: SafetensorsFile, config: HFConfig, *, of_towers: bool = False) -> Iterator[StoredTensor]:
+def read_tensors(file: SafetensorsFile, config: HFConfig, *, of_towers: bool = False) -> Iterator[StoredTensor]:
     """Yield the tensors of a file, of the language model or of the towers; one of the file may be several, or none."""
     path = str(file.path)
     for stored_name, span in file.spans.items():

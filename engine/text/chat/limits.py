@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ContextLengthError, InvalidRequestError, shorten
+from engine.files.vector_files import VectorSettings
 from engine.text.chat.chat_format import ChatFormat
 from engine.text.tokenizer import TextTokenizer
 
@@ -22,6 +23,7 @@ class ModelLimits:
     max_logprobs: int
     has_priorities: bool
     generates: bool = True  # the model has an LM head
+    vectors: VectorSettings = field(default_factory=VectorSettings)  # how it makes vectors, or scores
     tokenizer: TextTokenizer
     chat_format: ChatFormat = field(default_factory=ChatFormat)
 
@@ -34,6 +36,7 @@ class ModelLimits:
         *,
         max_logprobs: int,
         generates: bool = True,
+        vectors: VectorSettings | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> ModelLimits:
@@ -44,6 +47,7 @@ class ModelLimits:
             pool_tokens=config.num_blocks * config.block_size,
             max_logprobs=max_logprobs,
             generates=generates,
+            vectors=vectors or VectorSettings(),
             has_priorities=config.policy in ("priority", "fair"),
             tokenizer=tokenizer,
             chat_format=ChatFormat.of(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
@@ -78,7 +82,7 @@ class ModelLimits:
 
     def check_readable(self, num_tokens: int, param: str) -> None:
         """Raise ContextLengthError for a prompt that cannot be read in one request, even without an answer."""
-        most = min(self.max_model_len, self.pool_tokens)
+        most = self.most_readable
         if num_tokens > most:
             raise ContextLengthError(
                 f"At most {most} tokens can be read at once here, but an item of {param} has {num_tokens}; shorten it.",
@@ -86,6 +90,11 @@ class ModelLimits:
                 num_prompt=num_tokens,
                 limit=most,
             )
+
+    @property
+    def most_readable(self) -> int:
+        """Return the most tokens of a prompt without an answer."""
+        return min(self.max_model_len, self.pool_tokens)
 
     def check_logprobs(self, wanted: int | None, param: str) -> None:
         """Raise InvalidRequestError for more alternatives than this server returns."""

@@ -74,7 +74,7 @@ class ChatPreprocessor:
         template, chat_format = self._tokenizer.chat_template, self._format
         if template is None:
             if not self.limits.generates:
-                raise HeadlessModelError
+                raise HeadlessModelError(self.limits.vectors.served)
             raise InvalidRequestError(
                 "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
                 param="messages",

@@ -1,0 +1,129 @@
+"""Makes the prompts of texts that become vectors or scores, and refuses what a model does not do. Any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.core.errors import InvalidRequestError, shorten
+from engine.text.chat.limits import ModelLimits
+
+# Of Qwen3-Reranker's card.
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
+_SAME = {"search_query": "query", "search_document": "document"}  # Cohere's names
+
+
+class Truncation(NamedTuple):
+    """To how many tokens a text is cut, its special ones included; None: not at all."""
+
+    most: int | None = None
+    keeps_end: bool = False
+
+    def cut(self, ids: Sequence[int], num_before: int = 0, num_behind: int = 0) -> list[int]:
+        """Return the ids without those that are too many, but with those around the text."""
+        if self.most is None or len(ids) <= self.most:
+            return list(ids)
+        if self.most <= num_before + num_behind:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {self.most}, and {num_before + num_behind} tokens stand around a text; raise it.",
+                param="truncate_prompt_tokens",
+            )
+        num = self.most - num_before - num_behind
+        inner = ids[num_before : len(ids) - num_behind]
+        inner = inner[-num:] if self.keeps_end else inner[:num]
+        return [*ids[:num_before], *inner, *ids[len(ids) - num_behind :]]
+
+
+class VectorReader:
+    """The reader of one model."""
+
+    def __init__(self, limits: ModelLimits) -> None:
+        self._limits, self._tokenizer, self.settings = limits, limits.tokenizer, limits.vectors
+
+    def truncation(self, most: int | None, side: str | None) -> Truncation:
+        """Return what two fields of a request ask for; -1 is as many as the model takes. Raises InvalidRequestError."""
+        longest = self._limits.most_readable
+        if most is not None and not (most == -1 or 1 <= most <= longest):
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {most}; give 1 to {longest}, or -1 for as many as this model takes.",
+                param="truncate_prompt_tokens",
+            )
+        return Truncation(longest if most == -1 else most, side == "left")
+
+    def require_vectors(self) -> None:
+        """Raise InvalidRequestError for a model that makes scores."""
+        if self.settings.labels:
+            message = f"This model makes no vectors: it {self.settings.served}, or choose an embedder."
+            raise InvalidRequestError(message, param="model")
+
+    def require_labels(self) -> None:
+        """Raise InvalidRequestError for a model that is no classifier."""
+        if not self.settings.labels:
+            does = "generates text; send it to /v1/chat/completions" if self._limits.generates else self.settings.served
+            message = f"This model scores no labels: it {does}, or choose a model for sequence classification."
+            raise InvalidRequestError(message, param="model")
+
+    def require_relevance(self) -> None:
+        """Raise InvalidRequestError for a model that says nothing of how well two texts match."""
+        if self.settings.labels:
+            self.require_one_label()
+        elif self._limits.generates:
+            raise InvalidRequestError(
+                "This model generates text, and is no reranker; choose one for sequence classification or an embedder, or send "
+                "texts to /v1/score, which tells how likely one is behind the other.",
+                param="model",
+            )
+
+    def require_one_label(self) -> None:
+        """Raise InvalidRequestError for a classifier of several labels."""
+        if len(self.settings.labels) > 1:
+            message = f"This model {self.settings.served}; only one of a single label scores pairs."
+            raise InvalidRequestError(message, param="model")
+
+    def prompt(self, input_type: str | None) -> str:
+        """Return what comes before a text of a type. Raises InvalidRequestError."""
+        found = self.settings.prompt(_SAME.get(input_type or "", input_type))
+        if found is None:
+            known = ", ".join(dict.fromkeys(["query", "document", *dict(self.settings.prompts)]))
+            message = f"input_type is {shorten(input_type or '')!r}; this model has {known}."
+            raise InvalidRequestError(message, param="input_type")
+        return found
+
+    def text(
+        self, text: str, param: str, truncation: Truncation, *, prompt: str = "", add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the ids of a text. Raises ContextLengthError or InvalidRequestError."""
+        ids = self._encode(prompt + text, param, truncation, add_special_tokens=add_special_tokens)
+        around = self._tokenizer.num_around if add_special_tokens and truncation.most is not None else ()
+        return truncation.cut(ids, *around)
+
+    def pair(
+        self, first: str, second: str, param: str, truncation: Truncation, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the ids of two texts that a classifier reads together; the end of the second is cut first."""
+        if self.settings.is_qwen3_reranker:
+            before, behind = (self._tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, _BEHIND))
+            body = f"<Instruct>: {_INSTRUCT}\n<Query>: {first}\n<Document>: {second}"
+            ids = [*before, *self._encode(body, param, truncation, add_special_tokens=False), *behind]
+            return truncation._replace(keeps_end=False).cut(ids, len(before), len(behind))
+        ids = self._encode((first, second), param, truncation, add_special_tokens=add_special_tokens)
+        around = self._tokenizer.num_around if add_special_tokens and truncation.most is not None else ()
+        return truncation._replace(keeps_end=False).cut(ids, *around)
+
+    def _encode(
+        self, text: str | tuple[str, str], param: str, truncation: Truncation, *, add_special_tokens: bool
+    ) -> list[int]:
+        parts = [text] if isinstance(text, str) else [*text]
+        if truncation.most is None:
+            for part in parts:
+                self._limits.check_length(len(part), param)
+        else:  # what cannot be among the tokens that are kept is not encoded
+            most = self._limits.max_model_len * self._tokenizer.max_token_chars
+            parts = [part[-most:] if truncation.keeps_end else part[:most] for part in parts]
+        whole = parts[0] if len(parts) == 1 else (parts[0], parts[1])
+        return self._tokenizer.encode(whole, add_special_tokens=add_special_tokens)

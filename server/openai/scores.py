@@ -1,0 +1,351 @@
+"""POST /v1/score, /v1/rerank and /v1/classify: endpoints that read prompts and answer with numbers.
+
+Of a model that generates, a score is the log likelihood of text_2 as a continuation of text_1. Both are encoded as one
+text. Scored are its tokens from the first that differs from the tokens of text_1 alone: a token that the end of text_1 and
+the beginning of text_2 share is scored, too. A classifier of one label reads both texts together. Of an embedder, a score is
+the cosine of their vectors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BeforeValidator, Field, model_validator
+from starlette.responses import Response
+
+from engine.core.errors import InvalidRequestError, UnsupportedError
+from engine.core.types import PromptInfo, SamplingParams
+from engine.text.fields.body import Integer, Refused, RequestBody
+from engine.text.prompt_results import (
+    Reduction,
+    activated,
+    check_reduction,
+    cosine,
+    first_scored,
+    likelihood,
+    unit_vector,
+)
+from server.answers.model import ServedModel, aside
+from server.answers.parts import InConfig, InModel, InResponder
+from server.answers.respond import answer_id, with_timings
+from server.http.bodies import json_body
+from server.http.openapi import answers
+from server.openai.completions import Prompts
+from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, pooling_params, read_inputs, shape_each
+from server.protocol.documents import ResponseBody, Usage
+from server.settings.app_config import AppConfig
+
+router = APIRouter()
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str]), Field(min_length=1)]
+
+
+class ScoreBody(PromptOnlyBody):
+    """The request. Texts are paired in order, or one text_1 with every text_2."""
+
+    text_1: Texts = Field(description="The given text; one for all items of text_2, or one for each.")
+    text_2: Texts = Field(description="The continuation whose likelihood is computed.")
+    reduction: Reduction = Field("mean", description="mean: log likelihood per token; sum: in total.")
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ScoreBody:
+        firsts, seconds = len(self.text_1), len(self.text_2)
+        check_num_inputs(seconds, "text_2")
+        if firsts not in (1, seconds):
+            raise InvalidRequestError(
+                f"text_1 has {firsts} texts and text_2 {seconds}; send one text_1, or as many as there are text_2.",
+                param="text_1",
+            )
+        if "" in self.text_2:
+            raise InvalidRequestError(
+                "text_2 has an empty text, which has no likelihood; leave it out.", param="text_2"
+            )
+        return self
+
+
+class Score(ResponseBody):
+    object: str = Field(description="Which kind of object this is.")
+    index: int = Field(description="Its place in the list.")
+    score: float = Field(description="The log likelihood.")
+
+
+class Scores(ResponseBody):
+    """The answer, one entry a pair, in order; vLLM's shape."""
+
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    object: str = Field(description="Which kind of object this is.")
+    created: int = Field(description="When it was made, in seconds since 1970.")
+    model: str = Field(description="The model or adapter that answered.")
+    data: list[Score] = Field(description="The items.")
+    usage: Usage = Field(description="How many tokens were read and generated.")
+
+
+@router.post("/v1/score", responses=answers(Scores))
+@router.post("/score", responses=answers(Scores))
+async def create_score(
+    http: Request,
+    model: InModel,
+    responder: InResponder,
+    config: InConfig,
+    body: Annotated[ScoreBody, Depends(json_body(ScoreBody, spends=True))],
+) -> Response:
+    """Return the log likelihood of each text_2 as the continuation of its text_1; without an LM head, how well they match."""
+    named = model.find(body.model)
+    plan = await _plan(model, config, body, body.text_1, body.text_2, body.reduction)
+    requests = responder.requests(body, named.adapter, plan.prompts, [plan.params] * len(plan.prompts))
+    shaped, generation = await shape_each(http, responder, body, requests, plan.shape)
+    values = await aside(lambda: plan.finish(shaped))
+    made = Scores(
+        id=f"score-{answer_id(requests)}",
+        object="list",
+        created=int(time.time()),
+        model=named.name,
+        data=[Score(object="score", index=index, score=value) for index, value in enumerate(values)],
+        usage=generation.usage,
+    )
+    return with_timings(made.json_bytes(), generation, body)
+
+
+class _Plan(NamedTuple):
+    """Which prompts to read, and how scores are made of them."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    shape: Callable[[int, PromptInfo], Any]  # what to keep of a prompt
+    finish: Callable[[list[Any]], list[float]] = lambda scores: scores
+
+
+async def _plan(
+    model: ServedModel,
+    config: AppConfig,
+    body: PromptOnlyBody,
+    firsts: Sequence[str],
+    seconds: Sequence[str],
+    reduction: Reduction,
+    types: tuple[str | None, str | None] = (None, None),
+) -> _Plan:
+    """Return how a model compares texts: one of `firsts` with all `seconds`, or each with each. Raises ClientError."""
+    if not model.reader.settings.labels and not model.limits.generates:
+        check_reduction(reduction)
+        return await _cosines(model, config, body, firsts, seconds, types)
+    firsts = list(firsts) * (len(seconds) if len(firsts) == 1 else 1)
+    num_chars = sum(map(len, firsts)) + sum(map(len, seconds))
+    if num_chars > config.max_body_bytes:
+        raise InvalidRequestError(
+            f"The pairs have {num_chars} characters, text_1 repeated; one request may have {config.max_body_bytes} "
+            "(--max-body-bytes), send fewer pairs.",
+            param="text_2",
+        )
+    if model.limits.generates:
+        return await _likelihoods(model, body, firsts, seconds, reduction)
+    check_reduction(reduction)
+    model.reader.require_one_label()
+    truncation, activation = body.truncation(model.reader), model.reader.settings.pair_activation
+
+    def read(first: str, second: str) -> list[int]:
+        ids = model.reader.pair(first, second, "text_2", truncation, add_special_tokens=body.add_special_tokens)
+        model.limits.check_readable(len(ids), "text_2")
+        return ids
+
+    prompts = await aside(lambda: list(map(read, firsts, seconds)), num_chars)
+    params = pooling_params(model, config)
+    return _Plan(prompts, params, lambda _, info: activated(info.pooled or (0.0,), activation)[0])
+
+
+async def _likelihoods(
+    model: ServedModel, body: PromptOnlyBody, firsts: Sequence[str], seconds: Sequence[str], reduction: Reduction
+) -> _Plan:
+    if body.truncate_prompt_tokens is not None:
+        raise UnsupportedError(
+            "truncate_prompt_tokens", "the likelihood of a text that is cut is another's; shorten it"
+        )
+    special, distinct = body.add_special_tokens, list(dict.fromkeys(firsts))
+    wholes = [first + second for first, second in zip(firsts, seconds, strict=True)]
+    contexts = dict(zip(distinct, await model.encode(distinct, "text_1", add_special_tokens=special), strict=True))
+    prompts = await model.encode(wholes, "text_2", add_special_tokens=special)
+    model.limits.check_readable(max(map(len, prompts)), "text_2")
+    places = await aside(lambda: list(map(first_scored, [contexts[first] for first in firsts], prompts)))
+
+    def shape(index: int, info: PromptInfo) -> float:
+        return likelihood(info.logprobs or (), places[index], reduction)
+
+    return _Plan(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0), shape)
+
+
+async def _cosines(
+    model: ServedModel,
+    config: AppConfig,
+    body: PromptOnlyBody,
+    firsts: Sequence[str],
+    seconds: Sequence[str],
+    types: tuple[str | None, str | None],
+) -> _Plan:
+    reader, truncation = model.reader, body.truncation(model.reader)
+
+    def read(texts: Sequence[str], name: str, prompt: str) -> list[list[int]]:
+        found = [
+            reader.text(text, name, truncation, prompt=prompt, add_special_tokens=body.add_special_tokens)
+            for text in texts
+        ]
+        model.limits.check_readable(max(map(len, found)), name)
+        return found
+
+    both = tuple(zip((firsts, seconds), ("text_1", "text_2"), map(reader.prompt, types), strict=True))
+    prompts = await aside(
+        lambda: [ids for each in both for ids in read(*each)], sum(map(len, firsts)) + sum(map(len, seconds))
+    )
+
+    def finish(vectors: list[Any]) -> list[float]:
+        one, others = vectors[: len(firsts)], vectors[len(firsts) :]
+        pairs = zip(one * (len(others) if len(one) == 1 else 1), others, strict=True)
+        return [cosine(first, second) for first, second in pairs]
+
+    return _Plan(prompts, pooling_params(model, config), lambda _, info: unit_vector(info.pooled or ()), finish)
+
+
+class Document(RequestBody):
+    """A document, as Cohere's clients send it."""
+
+    text: str = Field(description="Its text.")
+
+
+def _documents(value: Any) -> Any:
+    """Return texts as documents."""
+    return [{"text": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
+
+
+class RerankBody(PromptOnlyBody):
+    """The request, in the shape of Cohere and Jina."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
+        **PromptOnlyBody.UNSUPPORTED,
+        "max_chunks_per_doc": Refused((), "send truncate_prompt_tokens"),
+        "max_tokens_per_doc": Refused((), "send truncate_prompt_tokens"),
+        "rank_fields": Refused((["text"],)),
+    }
+
+    query: str = Field(description="What is looked for.")
+    documents: Annotated[list[Document], BeforeValidator(_documents, json_schema_input_type=list[str | Document])] = (
+        Field(min_length=1, description="Texts, or objects with a text.")
+    )
+    top_n: Integer | None = Field(None, ge=1, description="Return so many documents, the best ones.")
+    return_documents: bool = Field(True, description="Return the documents' texts, too.")
+
+    @model_validator(mode="after")
+    def _check_documents(self) -> RerankBody:
+        check_num_inputs(len(self.documents), "documents")
+        return self
+
+
+class RankedDocument(ResponseBody):
+    text: str = Field(description="Its text.")
+
+
+class Ranked(ResponseBody):
+    index: int = Field(description="The document's place in the request.")
+    relevance_score: float = Field(description="How well it answers the query.")
+    document: RankedDocument | None = Field(None, description="The document.")
+
+
+class Ranking(ResponseBody):
+    """The answer, the best document first."""
+
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    model: str = Field(description="The model or adapter that answered.")
+    results: list[Ranked] = Field(description="The documents.")
+    usage: Usage = Field(description="How many tokens were read and generated.")
+
+
+@router.post("/v1/rerank", responses=answers(Ranking))
+@router.post("/v2/rerank", responses=answers(Ranking))
+@router.post("/rerank", responses=answers(Ranking))
+async def create_ranking(
+    http: Request,
+    model: InModel,
+    responder: InResponder,
+    config: InConfig,
+    body: Annotated[RerankBody, Depends(json_body(RerankBody, spends=True))],
+) -> Response:
+    """Sort documents by how well they answer a query: by a classifier of one label, or by the vectors of an embedder."""
+    model.reader.require_relevance()
+    named, texts = model.find(body.model), [each.text for each in body.documents]
+    plan = await _plan(model, config, body, [body.query], texts, "mean", ("query", "document"))
+    requests = responder.requests(body, named.adapter, plan.prompts, [plan.params] * len(plan.prompts))
+    shaped, generation = await shape_each(http, responder, body, requests, plan.shape)
+    values = await aside(lambda: plan.finish(shaped))
+    best = sorted(range(len(values)), key=lambda index: -values[index])[: body.top_n]
+    results = [Ranked(index=index, relevance_score=values[index]) for index in best]
+    if body.return_documents:
+        for result in results:
+            result.document = RankedDocument(text=texts[result.index])
+    made = Ranking(id=f"rerank-{answer_id(requests)}", model=named.name, results=results, usage=generation.usage)
+    return with_timings(made.json_bytes(), generation, body)
+
+
+class ClassifyBody(PromptOnlyBody):
+    """The request. `input` takes the same as the prompt of a completion."""
+
+    input: Prompts = Field(description="A text, token ids, or a list of either; each gets the scores of all labels.")
+    use_activation: bool = Field(True, description="Return scores as probabilities.")
+
+    @model_validator(mode="after")
+    def _check_size(self) -> ClassifyBody:
+        check_num_inputs(len(self.input), "input")
+        return self
+
+
+class Classified(ResponseBody):
+    index: int = Field(description="Its place in the list.")
+    label: str | None = Field(description="The label of the best score; null where there is only one.")
+    probs: list[float] = Field(description="The scores of all labels, in the order of the model's.")
+    num_classes: int = Field(description="How many labels there are.")
+
+
+class Classes(ResponseBody):
+    """The answer, one entry an input, in order; vLLM's shape."""
+
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    object: str = Field(description="Which kind of object this is.")
+    created: int = Field(description="When it was made, in seconds since 1970.")
+    model: str = Field(description="The model or adapter that answered.")
+    data: list[Classified] = Field(description="The items.")
+    usage: Usage = Field(description="How many tokens were read and generated.")
+
+
+@router.post("/v1/classify", responses=answers(Classes))
+@router.post("/classify", responses=answers(Classes))
+async def classify(
+    http: Request,
+    model: InModel,
+    responder: InResponder,
+    config: InConfig,
+    body: Annotated[ClassifyBody, Depends(json_body(ClassifyBody, spends=True))],
+) -> Response:
+    """Return the scores of a classifier's labels for each input."""
+    model.reader.require_labels()
+    named, settings = model.find(body.model), model.reader.settings
+    requests = await read_inputs(model, responder, config, body, body.input, named.adapter)
+
+    def shape(index: int, info: PromptInfo) -> Classified:
+        scores = activated(info.pooled or (), settings.activation if body.use_activation else "")
+        label = settings.labels[scores.index(max(scores))] if len(scores) > 1 else None
+        return Classified(index=index, label=label, probs=scores, num_classes=len(scores))
+
+    data, generation = await shape_each(http, responder, body, requests, shape)
+    made = Classes(
+        id=f"classify-{answer_id(requests)}",
+        object="list",
+        created=int(time.time()),
+        model=named.name,
+        data=data,
+        usage=generation.usage,
+    )
+    return with_timings(made.json_bytes(), generation, body)

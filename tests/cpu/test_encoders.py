@@ -1,0 +1,431 @@
+"""Models that answer with numbers, on tiny random checkpoints: against transformers in float32, alone and in a batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from starlette.testclient import TestClient
+from tokenizers import Tokenizer, processors
+from torch import Tensor
+from typing_extensions import Self
+
+from engine.core.errors import ConfigError, HeadlessModelError, InvalidRequestError, ModelLoadError
+from engine.runtime.native.library import native
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
+from engine.startup.model_check import check_model
+from engine.text.tokenizer_files import load_tokenizer
+from quire import LLM
+from server.app import create_app
+from server.settings.app_config import AppConfig
+from tests.cpu.served_models import save_tokenizer
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 70,
+    "pad_token_id": 0,
+}
+OFFSET = SIZES | {"pad_token_id": 1, "max_position_embeddings": 72}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+GEMMA = {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": 16,
+    "use_bidirectional_attention": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+DISTIL = {"dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "vocab_size": 128, "max_position_embeddings": 70}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", SIZES),
+    "roberta": ("Roberta", OFFSET),
+    "xlm-roberta": ("XLMRoberta", OFFSET),
+    "camembert": ("Camembert", OFFSET),
+    "distilbert": ("DistilBert", DISTIL),
+    "mpnet": ("MPNet", OFFSET),
+    "nomic_bert": ("NomicBert", SIZES),
+    "gte": ("Gte", SIZES),
+    "modernbert": (
+        "ModernBert",
+        SIZES | ENDS | {"num_hidden_layers": 4, "local_attention": 16, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "eurobert": ("EuroBert", SIZES | ENDS | {"num_key_value_heads": 2, "mask_token_id": 3}),
+    "gemma3": ("Gemma3Text", SIZES | ENDS | GEMMA),
+}
+CLASSIFIERS = {
+    **{name: KINDS[name] for name in KINDS if name not in ("camembert", "gemma3")},
+    "qwen3": ("Qwen3", SIZES | ENDS | {"num_key_value_heads": 2, "head_dim": 32}),
+    "modernbert-mean": ("ModernBert", KINDS["modernbert"][1] | {"classifier_pooling": "mean", "classifier_bias": True}),
+    "eurobert-mean": ("EuroBert", KINDS["eurobert"][1] | {"classifier_pooling": "mean"}),
+}
+LENGTHS = (1, 2, 5, 17, 33, 60, 64, 3)
+ENGINE: dict[str, Any] = {"device": "cpu", "num_threads": 1}
+_generator = torch.Generator().manual_seed(3)
+PROMPTS = [torch.randint(4, 128, (length,), generator=_generator) for length in LENGTHS]
+
+
+def save(folder: Path, kind: tuple[str, dict[str, Any]], ending: str = "Model", **changes: Any) -> Any:
+    """A random model with a tokenizer; returned as transformers loads it."""
+    name, settings = kind
+    torch.manual_seed(1)
+    model = getattr(transformers, name + ending)(getattr(transformers, name + "Config")(**settings, **changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return getattr(transformers, name + ending).from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def speak(folder: Path, *, pair: str = "w5 $A w2 $B w2") -> None:
+    """Have the tokenizer put w5 before a text and w2 behind it, as BERT's puts [CLS] and [SEP]."""
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = [("w5", 5), ("</s>", 2)]
+    pair = pair.replace("w2", "</s>")
+    backend.post_processor = processors.TemplateProcessing("w5 $A </s>", pair, special)
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def states(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids[None]).last_hidden_state[0]
+
+
+def given(prompts: list[Tensor]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": ids.tolist()} for ids in prompts]
+
+
+def numbers(outputs: list[Any]) -> list[list[float]]:
+    return [output.outputs.embedding for output in outputs]
+
+
+def describe(folder: Path, **files: Any) -> None:
+    """Write sentence-transformers' files; "__" is a slash."""
+    for name, content in files.items():
+        path = folder / (name.replace("__", "/") + ".json")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+
+
+def modules(*kinds: str) -> list[dict[str, Any]]:
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense", "Normalize": "3_Normalize"}
+    return [
+        {"idx": index, "name": str(index), "path": paths[kind], "type": f"sentence_transformers.models.{kind}"}
+        for index, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_family_is_transformers_own(name: str, tmp_path: Path) -> None:
+    """And an answer has the same bits alone and in a batch of all lengths, of which no step holds the longest two."""
+    model = save(tmp_path, KINDS[name])
+    with LLM(str(tmp_path), dtype="float32", max_num_batched_tokens=48, max_num_seqs=8, **ENGINE) as llm:
+        found = numbers(llm.embed(given(PROMPTS), progress=False))  # the mean: what an encoder without files has
+        for ids, vector in zip(PROMPTS, found, strict=True):
+            expected = torch.nn.functional.normalize(states(model, ids).mean(0), dim=0)
+            assert vector == pytest.approx(expected.tolist(), abs=1e-5)
+        first = numbers(llm.embed(given(PROMPTS), pooling="cls", normalize=False, progress=False))
+        for ids, vector in zip(PROMPTS, first, strict=True):
+            assert vector == pytest.approx(states(model, ids)[0].tolist(), abs=1e-4)
+        if native() is not None:
+            alone = [numbers(llm.embed(each, progress=False))[0] for each in given(PROMPTS)]
+            assert alone == found
+
+
+@pytest.mark.parametrize(("name", "more"), [("bert", {"quantization": "int8"}), ("modernbert", {}), ("mpnet", {})])
+def test_fewer_bits_are_close_and_alike_in_every_batch(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    if native() is None:
+        pytest.skip("no native library and no C compiler")
+    model = save(tmp_path, KINDS[name])
+    with LLM(str(tmp_path), dtype="bfloat16", **more, **ENGINE) as llm:
+        found = numbers(llm.embed(given(PROMPTS), progress=False))
+        for ids, vector in zip(PROMPTS, found, strict=True):
+            assert float(torch.tensor(vector) @ torch.nn.functional.normalize(states(model, ids).mean(0), dim=0)) > 0.99
+        assert [numbers(llm.embed(each, progress=False))[0] for each in given(PROMPTS)] == found
+
+
+def scored(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids[None], **inputs).logits[0]
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_every_classifier_is_transformers_own(name: str, tmp_path: Path) -> None:
+    model = save(tmp_path, CLASSIFIERS[name], "ForSequenceClassification", num_labels=3)
+    with LLM(str(tmp_path), dtype="float32", max_num_batched_tokens=48, max_num_seqs=8, **ENGINE) as llm:
+        found = llm.classify(given(PROMPTS), use_activation=False, progress=False)
+        for ids, output in zip(PROMPTS, found, strict=True):
+            assert output.outputs.probs == pytest.approx(scored(model, ids).tolist(), abs=1e-5)
+        if native() is not None:
+            alone = [llm.classify(each, use_activation=False, progress=False)[0] for each in given(PROMPTS)]
+            assert [each.outputs for each in alone] == [each.outputs for each in found]
+        (probable,) = llm.classify(given(PROMPTS[3:4]), progress=False)
+        assert probable.outputs.probs == pytest.approx(scored(model, PROMPTS[3]).softmax(0).tolist(), abs=1e-5)
+        for call in (lambda: llm.embed("w7"), lambda: llm.rerank("w7", ["w8"]), lambda: llm.generate("w7")):
+            with pytest.raises(InvalidRequestError, match="scores 3 labels alone"):
+                call()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is served over HTTP
+
+
+class Served:
+    """A model over HTTP, in this process."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        engine = build_engine(EngineConfig(model=str(folder), dtype="float32", **ENGINE, **settings), lambda _: None)
+        config = AppConfig(model=str(folder), served_model_names=("model",), shutdown_timeout_s=0.0)
+        self.client = TestClient(create_app(engine, load_tokenizer(str(folder)), config), base_url="http://127.0.0.1")
+
+    def __enter__(self) -> Self:
+        self.client.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.client.__exit__(*error)
+
+    def post(self, path: str, **fields: Any) -> dict[str, Any]:
+        answer = self.client.post(path, json=fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def refusal(self, path: str, **fields: Any) -> str:
+        answer = self.client.post(path, json=fields)
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]["message"]
+
+
+def ids_of(text: str) -> Tensor:
+    return torch.tensor([5, *(int(word[1:]) for word in text.split()), 2])
+
+
+@pytest.fixture
+def embedder(tmp_path: Path) -> Iterator[tuple[Served, Callable[[Tensor], Tensor]]]:
+    """A mean, a dense module with tanh, length one; prompts; and what sentence-transformers computes with it."""
+    model = save(tmp_path, KINDS["bert"])
+    speak(tmp_path)
+    dense = {"linear.weight": torch.randn(24, 64) / 8, "linear.bias": torch.randn(24)}
+    activation = "torch.nn.modules.activation.Tanh"
+    describe(
+        tmp_path,
+        modules=modules("Transformer", "Pooling", "Dense", "Normalize"),
+        config_sentence_transformers={"prompts": {"query": "w9 w8 ", "passage": "w7 "}, "default_prompt_name": None},
+        sentence_bert_config={"max_seq_length": 20, "do_lower_case": False},
+        **{
+            "1_Pooling__config": {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True},
+            "2_Dense__config": {
+                "in_features": 64,
+                "out_features": 24,
+                "bias": True,
+                "activation_function": activation,
+            },
+        },
+    )
+    save_file(dense, tmp_path / "2_Dense" / "model.safetensors")
+
+    def expected(ids: Tensor) -> Tensor:
+        pooled = torch.tanh(dense["linear.weight"] @ states(model, ids).mean(0) + dense["linear.bias"])
+        return torch.nn.functional.normalize(pooled, dim=0)
+
+    with Served(tmp_path) as served:
+        yield served, expected
+
+
+def test_sentence_transformers_files_decide(embedder: tuple[Served, Callable[[Tensor], Tensor]]) -> None:
+    served, expected = embedder
+    text = "w20 w30 w40"
+
+    def embedded(**fields: Any) -> list[float]:
+        return served.post("/v1/embeddings", **fields)["data"][0]["embedding"]
+
+    assert embedded(input=text) == pytest.approx(expected(ids_of(text)).tolist(), abs=1e-5)
+    assert embedded(input=[[20, 30]]) == pytest.approx(expected(torch.tensor([20, 30])).tolist(), abs=1e-5)
+    for kind, before in {"query": "w9 w8 ", "document": "w7 ", "search_query": "w9 w8 ", "passage": "w7 "}.items():
+        found = embedded(input=text, input_type=kind)
+        assert found == pytest.approx(expected(ids_of(before + text)).tolist(), abs=1e-5), kind
+    short = expected(ids_of(text))[:7]
+    assert embedded(input=text, dimensions=7) == pytest.approx((short / short.norm()).tolist(), abs=1e-5)
+    assert "this model's vectors have 24" in served.refusal("/v1/embeddings", input=text, dimensions=25)
+    long = " ".join(["w6"] * 24)
+    assert "At most 20 tokens" in served.refusal("/v1/embeddings", input=long)
+    cut = expected(ids_of(" ".join(["w6"] * 18)))
+    assert embedded(input=long, truncate_prompt_tokens=-1) == pytest.approx(cut.tolist(), abs=1e-5)
+    assert "2 tokens stand around a text" in served.refusal("/v1/embeddings", input=long, truncate_prompt_tokens=2)
+    # An embedder ranks by cosines, with the prompts of both kinds.
+    ranked = served.post("/v1/rerank", query="w20", documents=["w30 w31", "w40"], return_documents=False)["results"]
+    query = expected(ids_of("w9 w8 w20"))
+    wanted = [float(query @ expected(ids_of("w7 " + document))) for document in ("w30 w31", "w40")]
+    assert {each["index"]: each["relevance_score"] for each in ranked} == pytest.approx(
+        dict(enumerate(wanted)), abs=1e-5
+    )
+    assert [each["relevance_score"] for each in ranked] == sorted(wanted, reverse=True) or len(ranked) == 2
+    assert "document" not in ranked[0]
+
+
+def test_an_embedder_says_what_it_does_not_do(embedder: tuple[Served, Callable[[Tensor], Tensor]]) -> None:
+    served, _ = embedder
+    chat = {"messages": [{"role": "user", "content": "w5"}]}
+    for path, body in {"/v1/chat/completions": chat, "/v1/completions": {"prompt": "w5"}}.items():
+        assert served.refusal(path, **body) == str(HeadlessModelError())
+    assert "scores no labels: it serves vectors alone" in served.refusal("/v1/classify", input="w5")
+    assert "no sum of log probabilities" in served.refusal("/v1/score", text_1="w5", text_2="w6", reduction="sum")
+    assert served.client.get("/model_info").json()["is_generation"] is False
+
+
+def types_of(ids: Tensor) -> Tensor:
+    ends = (ids == 2).long()
+    return (ends.cumsum(0) - ends > 0).long()
+
+
+def test_a_cross_encoder_ranks_pairs(tmp_path: Path) -> None:
+    """BERT's second text has another type; its score is what sentence-transformers' CrossEncoder gives."""
+    model = save(tmp_path, KINDS["bert"], "ForSequenceClassification", num_labels=1)
+    speak(tmp_path, pair="w5:0 $A:0 w2:0 $B:1 w2:1")
+    path = tmp_path / "tokenizer.json"  # whose end is called as BERT's is
+    path.write_text(path.read_text().replace('"content": "</s>"', '"content": "[SEP]"'))
+    values = json.loads((tmp_path / "config.json").read_text())
+    activation = "torch.nn.modules.linear.Identity"
+    (tmp_path / "config.json").write_text(
+        json.dumps({**values, "sentence_transformers": {"activation_fn": activation}})
+    )
+    added = json.loads(path.read_text())["added_tokens"]
+    if not any(each["content"] == "[SEP]" for each in added):
+        content = json.loads(path.read_text())
+        content["added_tokens"].append(
+            {
+                "id": 2,
+                "content": "[SEP]",
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        )
+        path.write_text(json.dumps(content).replace("</s>", "[SEP]"))
+        config = tmp_path / "tokenizer_config.json"
+        config.write_text(config.read_text().replace("</s>", "[SEP]"))
+    query, documents = "w20 w21", ["w30 w31 w32", "w40", "w50 w51"]
+    both = [torch.cat((ids_of(query), ids_of(each)[1:])) for each in documents]
+    wanted = [float(scored(model, ids, token_type_ids=types_of(ids)[None])[0]) for ids in both]
+    with Served(tmp_path) as served:
+        scores = served.post("/v1/score", text_1=query, text_2=documents)["data"]
+        assert [each["score"] for each in scores] == pytest.approx(wanted, abs=1e-5)
+        for route in ("/v1/rerank", "/rerank", "/v2/rerank"):
+            answer = served.post(
+                route, query=query, documents=[documents[0], {"text": documents[1]}, documents[2]], top_n=2
+            )
+            best = sorted(range(3), key=lambda index: -wanted[index])[:2]
+            assert [each["index"] for each in answer["results"]] == best
+            assert [each["document"]["text"] for each in answer["results"]] == [documents[index] for index in best]
+            assert answer["usage"]["total_tokens"] == sum(map(len, both))
+        cut = served.post("/v1/score", text_1=query, text_2="w30 w31 w32", truncate_prompt_tokens=6)["data"][0]["score"]
+        ids = torch.tensor([*both[0][:5].tolist(), 2])
+        assert cut == pytest.approx(float(scored(model, ids, token_type_ids=types_of(ids)[None])[0]), abs=1e-5)
+        single = served.post("/v1/classify", input="w30 w31")["data"][0]
+        assert (single["label"], single["num_classes"]) == (None, 1)
+        assert single["probs"] == pytest.approx(scored(model, ids_of("w30 w31")).sigmoid().tolist(), abs=1e-5)
+        assert "makes no vectors: it scores texts alone" in served.refusal("/v1/embeddings", input="w5")
+        assert "Send pairs to /v1/rerank" in served.refusal("/v1/completions", prompt="w5")
+        assert "text_2 has an empty text" in served.refusal("/v1/score", text_1="w5", text_2="")
+
+
+def test_a_causal_model_becomes_a_reranker_by_two_tokens(tmp_path: Path) -> None:
+    """As vLLM's --hf-overrides have it: how much likelier "yes" is than "no" behind Qwen3-Reranker's template."""
+    kind = "Qwen3", CLASSIFIERS["qwen3"][1] | {"max_position_embeddings": 200}
+    model = save(tmp_path, kind, "ForCausalLM", tie_word_embeddings=True)
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["w30", "w31"],
+        "is_original_qwen3_reranker": True,
+    }
+    with LLM(str(tmp_path), dtype="float32", hf_overrides=overrides, **ENGINE) as llm:
+        (ranked,) = llm.rerank("w20", ["w40 w41"], progress=False)
+        (output,) = llm.score("w20", "w40 w41", progress=False)
+        ids = torch.tensor(output.prompt_token_ids)
+        # Of the template the tokenizer of these tests knows no word; every one is id 0.
+        assert [each for each in ids.tolist() if each] == [20, 40, 41]
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, -1]
+        assert (
+            output.outputs.score == ranked.score == pytest.approx(float((logits[31] - logits[30]).sigmoid()), abs=1e-5)
+        )
+    plain = {key: value for key, value in overrides.items() if key != "is_original_qwen3_reranker"}
+    with LLM(str(tmp_path), dtype="float32", hf_overrides=plain, **ENGINE) as llm:
+        (each,) = llm.classify(given([ids]), use_activation=False, progress=False)
+        assert each.outputs.probs == pytest.approx([float(logits[30]), float(logits[31])], abs=1e-4)
+    with pytest.raises(ModelLoadError, match="tokens of the model's tokenizer"):
+        LLM(str(tmp_path), dtype="float32", hf_overrides={**plain, "classifier_from_token": ["no", "yes"]}, **ENGINE)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedder_of_qwen3s_layout_has_no_head(tied: bool, tmp_path: Path) -> None:
+    """Its own names of tensors, the last token behind an end, and prompts; tied or not it generates nothing."""
+    model = save(tmp_path, CLASSIFIERS["qwen3"], tie_word_embeddings=tied)
+    speak(tmp_path)
+    describe(
+        tmp_path,
+        modules=modules("Transformer", "Pooling", "Normalize"),
+        **{"1_Pooling__config": {"pooling_mode_lasttoken": True, "include_prompt": True}},
+    )
+    with LLM(str(tmp_path), dtype="float32", **ENGINE) as llm:
+        (output,) = llm.embed("w20 w21", progress=False)
+        expected = torch.nn.functional.normalize(states(model, ids_of("w20 w21"))[-1], dim=0)
+        assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
+        with pytest.raises(HeadlessModelError):
+            llm.generate("w20")
+
+
+def test_older_names_of_tensors_are_read(tmp_path: Path) -> None:
+    model = save(tmp_path, KINDS["bert"])
+    file = tmp_path / "model.safetensors"
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = {"cls.predictions.bias": torch.zeros(128)}
+    for name, tensor in load_file(file).items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        tensors["bert." + name] = tensor
+    save_file(tensors, file, {"format": "pt"})
+    with LLM(str(tmp_path), dtype="float32", **ENGINE) as llm:
+        (found,) = numbers(llm.embed(given(PROMPTS[3:4]), normalize=False, progress=False))
+        assert found == pytest.approx(states(model, PROMPTS[3]).mean(0).tolist(), abs=1e-5)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "sparse": ({"modules": [{"type": "sentence_transformers.sparse_encoder.models.SpladePooling", "path": "1_Pooling"}]}, "sparse vectors are not served"),
+    "two poolings": ({"1_Pooling__config": {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}}, "pooled by cls and max"),
+    "no pooling": ({"1_Pooling__config": {"pooling_mode": "weightedmean"}}, "pooled by weightedmean"),
+    "no list": ({"modules": {}}, "is no list of modules"),
+    "a prompt outside": ({"1_Pooling__config": {"pooling_mode": "mean", "include_prompt": False}}, "include_prompt"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_ask_for_more_are_refused(name: str, tmp_path: Path) -> None:
+    files, sentence = REFUSED[name]
+    save(tmp_path, KINDS["bert"])
+    describe(tmp_path, **({"modules": modules("Transformer", "Pooling")} | files))
+    with pytest.raises(ModelLoadError, match=sentence):
+        check_model(EngineConfig(model=str(tmp_path)))
+
+
+def test_classes_and_kinds_that_are_not_served_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, KINDS["bert"], "ForTokenClassification")
+    with pytest.raises(ModelLoadError, match="answers for each token"):
+        check_model(EngineConfig(model=str(tmp_path)))
+    values = {"architectures": ["BertModel"]}
+    with pytest.raises(ConfigError, match="which Quire's own code runs"):
+        check_model(EngineConfig(model=str(tmp_path), model_impl="transformers", hf_overrides=values))
+    with pytest.raises(ModelLoadError, match="an encoder that Quire does not have"):
+        check_model(EngineConfig(model=str(tmp_path), hf_overrides={**values, "model_type": "deberta-v2"}))
