@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 import transformers
 from transformers import AutoModelForImageTextToText
 
@@ -31,6 +32,7 @@ from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.models.tower import Tower, load_tower
+from engine.runtime.models.tower_ops import TowerOps
 from engine.runtime.pool.groups import group_layers
 from engine.runtime.speculation.ngram import NgramDrafter
 from engine.runtime.weights.checkpoint import open_checkpoint
@@ -531,6 +533,34 @@ def test_greedy_answers_are_those_of_generate(name: str, folder: Path) -> None:
     ids, _ = PROMPTS[1]
     served = serve(found.model, config, [ask("a", ids, max_tokens=12)], runner=runner_of(found, config))
     assert [served.ids["a", 0]] == expected(found, 1, max_new_tokens=12)
+
+
+class _Block(torch.nn.Module):
+    """A product, and attention of several images with heads of an odd width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(40, 3 * 2 * 20)
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 20).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_operations_of_a_tower_are_those_of_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    block, x = _Block().to(dtype).requires_grad_(False), torch.randn(2, 300, 40, dtype=dtype)
+    mask = torch.ones(300, 300, dtype=torch.bool).tril()
+    cases: list[dict[str, Any]] = [{}, {"scale": 0.5, "dropout_p": 0.0}, {"attn_mask": mask}, {"is_causal": True}]
+    expected = [block(x, **how) for how in cases]
+    ops = TowerOps(block)
+    with ops:
+        found = [block(x, **how) for how in cases]
+        alone = block(x[1:])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol={torch.float32: 1e-5}.get(dtype, 2e-2), rtol=0)
+    assert torch.equal(alone[0], found[0][1])
 
 
 def test_a_tower_goes_on_between_steps_and_can_be_left(folder: Path) -> None:

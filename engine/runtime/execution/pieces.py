@@ -1,8 +1,7 @@
 """A computation in torch that goes on for a while at a time, between the steps of an engine.
 
 It runs on its own thread, and only while the engine's thread waits for it, so the two never compete for torch's threads.
-It stops between two operations of torch. Long products and attentions are divided into blocks of rows, so that it can stop
-between these.
+It stops between two operations of torch, into which a computation divides what takes long.
 """
 
 from __future__ import annotations
@@ -13,13 +12,9 @@ from threading import Semaphore, Thread
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
-
-_BLOCK = 1 << 30  # multiplications in a block; some 10 ms of a core with bfloat16 instructions
 
 
 class _Closed(BaseException):
@@ -80,7 +75,7 @@ class Pieces(Generic[T]):
 
 
 class _Pausing(TorchFunctionMode):
-    """Calls `pause` before every operation, and between blocks of long ones."""
+    """Calls `pause` before every operation."""
 
     def __init__(self, pause: Callable[[], None]) -> None:
         super().__init__()
@@ -88,19 +83,4 @@ class _Pausing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._pause()
-        kwargs = kwargs or {}
-        if func is F.linear and args[0].dim() > 1:
-            return self._by_rows(func, args, kwargs, args[1].numel(), -2)
-        if func is F.conv3d:  # of patches, which are its batch
-            return self._by_rows(func, args, kwargs, args[1].numel(), 0)
-        if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None and not kwargs.get("is_causal"):
-            return self._by_rows(func, args, kwargs, 2 * args[1].numel(), -2)
-        return func(*args, **kwargs)
-
-    def _by_rows(self, func: Any, args: Any, kwargs: Any, num_products: int, dim: int) -> Tensor:
-        """Return func(x, ...) of blocks of rows of x, each of which takes so many multiplications."""
-        parts = []
-        for rows in args[0].split(max(_BLOCK // num_products, 1), dim):
-            parts.append(func(rows, *args[1:], **kwargs))
-            self._pause()
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        return func(*args, **(kwargs or {}))

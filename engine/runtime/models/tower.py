@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from inspect import signature
 from math import prod
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from engine.core.errors import InvalidRequestError, ModelLoadError
 from engine.files.hf_config import HFConfig
 from engine.images import Image
+from engine.runtime.models.tower_ops import TowerOps
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.system.calls import foreign_code
 
@@ -33,6 +35,7 @@ class Tower:
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model.to(device).eval().requires_grad_(False), device
+        self._ops = TowerOps(self._model) if device.type == "cpu" else nullcontext()
         self._names = signature(model.get_image_features).parameters.keys()
 
     def check(self, image: Image) -> None:
@@ -50,7 +53,8 @@ class Tower:
         """
         arrays = {name: torch.from_numpy(array).to(self._device) for name, array in image.arrays.items()}
         try:
-            found = self._model.get_image_features(**arrays, return_dict=True)
+            with self._ops:
+                found = self._model.get_image_features(**arrays, return_dict=True)
             levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
             made = torch.stack([torch.cat([part.flatten(0, -2) for part in level]) for level in levels])
             if made.shape[1] == image.num_tokens:
