@@ -38,7 +38,7 @@ UNSUPPORTED: Mapping[str, Refused] = {
 
 # Fields that ask for another way to the same answer, which is dropped where it cannot be had.
 HINTS: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("ec_transfer_params", "guided_decoding_backend", "mm_processor_kwargs"), _OFF),
+    **dict.fromkeys(("ec_transfer_params", "guided_decoding_backend"), _OFF),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
 }

@@ -56,7 +56,9 @@ class ImageReader:
         self._preprocessor.check_count(len(sources), _PARAM)
         account = state_of(http.scope).account
         root = chain_root(getattr(chat, "cache_salt", ""), owner="" if account is None else account.cache_owner)
-        prepare = partial(self._preprocessor.prepare, param=_PARAM, root=root, num=len(sources))
+        prepare = partial(
+            self._preprocessor.prepare, param=_PARAM, root=root, num=len(sources), wishes=chat.mm_processor_kwargs
+        )
         return await unless_disconnected(http.receive, self._read_all(sources, prepare))
 
     def close(self) -> None:

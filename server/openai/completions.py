@@ -39,7 +39,11 @@ class CompletionBody(SamplingBody):
     likeliest are given, by the mean log probability of a token; with a beam search it is the width.
     """
 
-    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "thinking_token_budget": ()}
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **HINTS,
+        "thinking_token_budget": (),
+        "mm_processor_kwargs": ({},),
+    }
 
     prompt: Prompts = Field(description="A text, a list of texts, a list of token ids, or a list of such lists.")
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Generate so many answers and return the n best.")

@@ -47,6 +47,7 @@ class TranslatedBody(RequestBody):
         "kv_transfer_params": ({},),
         "length_penalty": (1, 1.0),
         "thinking_token_budget": (),
+        "mm_processor_kwargs": ({},),
     }
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **UNSUPPORTED,

@@ -436,6 +436,21 @@ def test_options_of_the_processor(tmp_path: Path) -> None:
         prepared(max_pixel=1024)
     plain = ImagePreprocessor.of(tmp_path, text)
     assert plain is not None
+    for wishes, num in (
+        ({"max_pixels": 1024}, 16),
+        ({"max_pixels": 1, "min_pixels": 9000}, 1),
+        ({"max_pixels": 1 << 40}, 64),  # the server's bound holds
+        ({"min_pixels": 1 << 40}, 64),
+    ):
+        assert plain.prepare(pixels, "messages", wishes=wishes).image.num_tokens == num
+    smaller = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
+    wanted = theirs(images=[Pillow.fromarray(pixels)], text=["<|image_pad|>"], **smaller)["image_grid_thw"]
+    given = plain.prepare(pixels, "messages", wishes={"max_pixels": 1024}).image
+    assert given.arrays["image_grid_thw"].tolist() == wanted.tolist()
+    assert given.digest != plain.prepare(pixels, "messages").image.digest
+    for wrong in ({"size": {}}, {"max_pixels": 0}, {"max_pixels": True}, {"max_pixels": 10.5}, {"fps": 1}):
+        with pytest.raises(InvalidRequestError, match="may have min_pixels and max_pixels"):
+            plain.prepare(pixels, "messages", wishes=wrong)
     with pytest.raises(InvalidRequestError, match="refuses 500 x 1 pixels"):
         plain.prepare(np.zeros((1, 500, 3), np.uint8), "messages")
 

@@ -134,6 +134,14 @@ def test_little_detail_is_fewer_tokens(http: httpx.Client) -> None:
     assert "detail" in refusal(ask(http, part(large, detail="much")))
 
 
+def test_options_of_a_request_reach_the_processor(http: httpx.Client) -> None:
+    wishes = {"mm_processor_kwargs": {"max_pixels": 1024}}
+    assert "may have nothing with this model" in refusal(ask(http, part(picture()), **wishes))
+    answer = ask(http, text("a"), **wishes)
+    assert answer.headers["x-quire-ignored-fields"] == "mm_processor_kwargs"
+    assert "x-quire-ignored-fields" not in ask(http, text("a"), mm_processor_kwargs={}).headers
+
+
 def test_the_tokenizer_counts_images(http: httpx.Client) -> None:
     messages = [{"role": "user", "content": [text("a"), part(picture())]}]
     assert http.post("/tokenize", json={"messages": messages}).json()["tokens"] == [*b"a[", *[PAD] * 6, *b"]|"]

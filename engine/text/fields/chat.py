@@ -131,6 +131,9 @@ class Conversation(RequestBody):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further variables for the chat template, such as enable_thinking."
     )
+    mm_processor_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="min_pixels and max_pixels that Qwen's image processor makes images of."
+    )
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:
@@ -198,6 +201,7 @@ class ChatFields(SamplingFields, Conversation):
             body.reasoning_effort != "none" and not limits.chat_format.takes_effort
         ),
         "thinking_token_budget": lambda _, limits: limits.chat_format.tag_ids is None,
+        "mm_processor_kwargs": lambda body, _: bool(body.mm_processor_kwargs) and not body.images,
     }
 
     logprobs: bool = Field(False, description="Return log probabilities of the answer's tokens.")

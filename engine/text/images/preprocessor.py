@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,11 +126,21 @@ class ImagePreprocessor:
                 param=param,
             )
 
-    def prepare(self, pixels: NDArray[np.uint8], param: str, *, root: bytes = b"", num: int = 1) -> PreparedImage:
+    def prepare(
+        self,
+        pixels: NDArray[np.uint8],
+        param: str,
+        *,
+        root: bytes = b"",
+        num: int = 1,
+        wishes: Mapping[str, Any] = MappingProxyType({}),
+    ) -> PreparedImage:
         """Return an image of rows of RGB, one of `num` of a prompt; `root` is of those who share what is cached of it.
 
-        Raises InvalidRequestError for a size that the processor refuses.
+        `wishes` are the request's mm_processor_kwargs. Raises InvalidRequestError for some, and for a size that the
+        processor refuses.
         """
+        options = {**self._family.options(self._tokens), **(self._sizes(wishes) if wishes else {})}
         height, width = pixels.shape[:2]
         is_coarse = num > 1 and self._family.is_coarse_in_company
         why = f"the model's image processor refuses {width} x {height} pixels"
@@ -138,7 +149,7 @@ class ImagePreprocessor:
                 images=[[pixels, pixels[:1, :1]]] if is_coarse else [pixels],  # one pixel stands for all others
                 input_data_format="channels_last",
                 return_tensors="np",
-                **self._family.options(self._tokens),
+                **options,
             )
         if is_coarse:
             made = {name: array[:1] for name, array in made.items()}
@@ -149,6 +160,25 @@ class ImagePreprocessor:
             digest.update(array.data)
         grid = grid_of(self._tokens, arrays)
         return PreparedImage(Image(digest.digest(), arrays, text.count(self._tokens.token), grid), text)
+
+    def _sizes(self, wishes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return an option of the processor: the numbers of pixels that a request wishes, up to the server's own.
+
+        Raises InvalidRequestError.
+        """
+        knows = "image_grid_thw" in getattr(self._processor, "model_input_names", ())  # its sizes are numbers of pixels
+        names = ("min_pixels", "max_pixels") if knows else ()
+        if not all(name in names and type(value) is int and value > 0 for name, value in wishes.items()):
+            raise InvalidRequestError(
+                f"mm_processor_kwargs of a request may have {' and '.join(names) or 'nothing'} with this model, as whole "
+                "numbers; others are the server's (--mm-processor-kwargs).",
+                param="mm_processor_kwargs",
+            )
+        size = self._processor.size
+        most = min(wishes.get("max_pixels", size.longest_edge), size.longest_edge)
+        return {
+            "size": {"shortest_edge": min(wishes.get("min_pixels", size.shortest_edge), most), "longest_edge": most}
+        }
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
