@@ -47,6 +47,7 @@ from tests.cpu.model_driver import CPU, make_runner, serve, settings, state_bloc
 from tests.cpu.test_disk_store import engine_on
 from tests.cpu.test_handover_bits import daemon
 from tests.cpu.test_images import PLACE, PROMPTS, SQUARES, Theirs, Vision, ask, runner_of, said
+from tests.cpu.test_speculation import draft_model
 from tests.patience import PATIENCE_S, eventually
 
 FIELDS: dict[str, Any] = {"logprobs": 3, "max_tokens": 10}
@@ -121,6 +122,19 @@ def test_a_head_drafts_behind_images(folder: Path, tmp_path: Path) -> None:
     asked = [ask(f"{i}", ids, **FIELDS) for i, (ids, _) in enumerate(PROMPTS)]
     served = serve(model, config, asked, runner=runner, scheduler=scheduler, apart=3)
     assert scheduler.stats.spec_draft_tokens > 10
+    wanted = alone(found, **FIELDS)
+    for key, entries in said(served).items():
+        assert [each for event in entries for each in event] == [each for event in wanted[key] for each in event]
+
+
+def test_a_model_of_text_drafts_behind_images(folder: Path) -> None:
+    found = images.vision(folder, "Qwen3VLConfig")
+    config = settings(num_blocks=300, num_speculative_tokens=3, max_num_batched_tokens=9)
+    runner, scheduler = runner_of(found, config), Scheduler(config)
+    runner.speculate(draft_model(config, found.model))
+    asked = [ask(f"{i}", ids, **FIELDS) for i, (ids, _) in enumerate(PROMPTS)]
+    served = serve(found.model, config, asked, runner=runner, scheduler=scheduler, apart=3)
+    assert scheduler.stats.spec_draft_tokens > 0
     wanted = alone(found, **FIELDS)
     for key, entries in said(served).items():
         assert [each for event in entries for each in event] == [each for event in wanted[key] for each in event]

@@ -98,12 +98,14 @@ class ImageRows:
                 if row.positions is not None:
                     axes[:, first : first + piece.num_tokens] = row.at(piece.start, piece.num_tokens)
                     is_moved = True
-                for span, at, begin in _cover(row, piece):
-                    rows = first + at - piece.start
-                    places += rows.tolist()
-                    parts.append(self._embed(self._image(span))[:, begin : begin + len(at)])
-                    if span.is_atomic:
-                        ends[rows] = span.end
+                for span, at in zip(row.spans, row.places, strict=True):
+                    begin, end = np.searchsorted(at, (piece.start, piece.start + piece.num_tokens))
+                    if begin < end:
+                        rows = first + at[begin:end] - piece.start
+                        places += rows.tolist()
+                        parts.append(self._embed(self._image(span))[:, begin:end])
+                        if span.is_atomic:
+                            ends[rows] = span.end
             first += piece.num_tokens
         vectors = Vectors(to_device(places, torch.int64, self._device), torch.cat(parts, 1)) if parts else None
         is_causal = (ends == texts + 1).all()
@@ -161,16 +163,6 @@ class ImageVectors:
         self._num_bytes += vectors.nbytes
         while self._num_bytes > self._max_bytes and len(self._kept) > 1:
             self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
-
-
-def _cover(row: _Row, piece: SequenceSlice) -> list[tuple[Span, NDArray[np.int64], int]]:
-    """Return spans, the positions of the vectors that a slice covers of each, and the number of the first of these."""
-    found = []
-    for span, places in zip(row.spans, row.places, strict=True):
-        begin, end = np.searchsorted(places, (piece.start, piece.start + piece.num_tokens))
-        if begin < end:
-            found.append((span, places[begin:end], int(begin)))
-    return found
 
 
 def _places(ids: Sequence[int], span: Span) -> NDArray[np.int64]:

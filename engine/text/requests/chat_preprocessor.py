@@ -129,14 +129,6 @@ class ChatPreprocessor:
         encode = self._encoder(text, images, add_special_tokens=add_special_tokens)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens) if encode is None else encode(text)
 
-    def spans(self, prompt: Sequence[int], images: Sequence[PreparedImage]) -> tuple[Span, ...]:
-        """Return where the images of a prompt stand."""
-        return () if self.images is None or not images else self.images.spans(prompt, images)
-
-    def num_images(self, text: str) -> int:
-        """Return how many images a rendered prompt has places for."""
-        return 0 if self.images is None else self.images.count(text)
-
     def _encoder(
         self, text: str, images: Sequence[PreparedImage], *, add_special_tokens: bool = False
     ) -> Encode | None:
@@ -167,8 +159,7 @@ class ChatPreprocessor:
         else:
             self.limits.check_length(len(text), "messages")
             num_answers = sum([message.role == "assistant" for message in chat.messages])
-            encode = None if self.images is None else self._encoder(text, images)
-            prompt, turn = self._history.begin(owner, text, num_answers, encode)
+            prompt, turn = self._history.begin(owner, text, num_answers, self._encoder(text, images))
         params = self._params(chat, len(prompt))
         constraint, tool_format = next(iter(chat.constraints()), None), None
         tools, effort = chat.shown_tools, chat.effort
