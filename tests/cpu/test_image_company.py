@@ -266,6 +266,24 @@ def answer(engine: Engine, heard: Heard, request: Request) -> list[Any]:
     return [(event.token_ids, event.logprobs) for event in events if event.token_ids]
 
 
+def test_a_cache_of_one_image_holds_up_nobody(folder: Path) -> None:
+    """Requests take turns at the tower, in chunks smaller than their images."""
+    path, lives = str(images.vision(folder, "Qwen3VLConfig").path), list[dict[str, list[Any]]]()
+    asked = [ask(f"{i}", PROMPTS[i][0], **FIELDS) for i in (0, 1, 4)]
+    for limits in ({}, {"image_cache_memory": 1, "max_num_batched_tokens": 9}):
+        config = EngineConfig(model=path, dtype="float32", **{**SIZES, "max_num_seqs": 3, **limits})
+        with running(build_engine(config, lambda progress: None)) as (engine, heard):
+            engine.submit(*asked)
+            said, num_open = {each.request_id: [] for each in asked}, len(asked)
+            while num_open:
+                for event in heard.get(timeout=PATIENCE_S):
+                    said[event.request_id] += event.logprobs or ()
+                    num_open -= event.finish_reason is not None
+        lives.append(said)
+    assert lives[0] == lives[1]
+    assert all(map(len, lives[0].values()))
+
+
 def test_a_client_that_leaves_ends_the_work_of_the_tower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a text goes on, and while nothing else runs; the image is let go."""
     path, turns, has_begun = str(images.vision(folder, "Qwen3VLConfig").path), list[int](), threading.Event()

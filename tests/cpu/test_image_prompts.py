@@ -24,8 +24,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.errors import ConfigError, InvalidRequestError
+from engine.llm.prompts import address_of
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
+from engine.text.fields.chat import ImageSource
 from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage, _most_images
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.tokenizer_files import load_tokenizer
@@ -397,6 +399,10 @@ def test_offline_answers_are_those_of_transformers(folder: Path, tmp_path: Path)
             assert output.prompt_token_ids == wanted[0]
             assert output.outputs[0].token_ids == wanted[1]
         assert llm.generate("no image", params)[0].outputs[0].token_ids
+        assert llm._pictures is not None
+        source = ImageSource(address_of(image))
+        digests = [llm._pictures.read([source], "prompts", salt)[0].image.digest for salt in ("", "", "mine")]
+        assert digests[0] == digests[1] != digests[2], "vectors are shared as K/V is"
         for given, words in (
             ([image] * 3, "3 images, and at most 2"),
             ([image], "places for 2 of 1 images"),
