@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from engine.core.spans import Span
 from engine.core.stats import FailureCause
-from engine.core.types import Adapter, GrammarKey, Pooling, SamplingParams, TokenLogprob
+from engine.core.types import Adapter, GrammarKey, Params, Pooling, PoolingParams, SamplingParams, TokenLogprob
 
 POOLED_UNIT = 2.0**-24  # as fine as float32 is for numbers near 1, about which normed hidden states are
 
@@ -41,7 +41,7 @@ class RowStart(NamedTuple):
     slot: int
     seq_id: int  # unique for the engine's life: tells a runner when a slot has changed hands
     num_prompt: int
-    params: SamplingParams
+    params: Params
     seed: int  # of its decodes
     ids: tuple[int, ...]  # all that are known
     tables: tuple[
@@ -202,7 +202,7 @@ class StepResult:
     logprobs: by index into token_ids, for samples whose params ask for them.
     prompt_logprobs: by slice index; entry i is the log probability of the token at position start + i + 1, given all
         before it, for as many of the slice's positions as have a next *prompt* token.
-    pooled: by slice index: the sum of final hidden states that `pooling` wants of the slice, in units of POOLED_UNIT.
+    pooled: by slice index: the sum of final hidden states that a PoolingParams wants of the slice, in units of POOLED_UNIT.
         Whole numbers add up to the same whatever chunks a prompt was computed in.
     errors: by slice index: that sequence alone has failed and its sampled ids are void.
     ended: indices into token_ids: with this token the sequence's grammar is complete.
@@ -279,7 +279,7 @@ class SequenceSlice(NamedTuple):
     slot: int
     seq_id: int
     num_prompt: int
-    params: SamplingParams
+    params: Params
     tokens: list[int]
     samples: tuple[Sample, ...]
     start: int
@@ -293,9 +293,14 @@ class SequenceSlice(NamedTuple):
         return self._replace(start=start, num_tokens=num_tokens)
 
     @property
+    def sampling(self) -> SamplingParams:
+        """Return the parameters of a slice that is drawn from."""
+        return self.params  # type: ignore[return-value] # what is pooled has no samples
+
+    @property
     def pooled_positions(self) -> range:
         """Return the positions within the slice whose hidden states are wanted."""
-        if self.params.pooling is None:
+        if not isinstance(self.params, PoolingParams):
             return range(0)
         if self.params.pooling is Pooling.MEAN:
             return range(self.num_tokens)
@@ -304,7 +309,7 @@ class SequenceSlice(NamedTuple):
         return range(self.num_tokens - (self.start + self.num_tokens == self.num_prompt), self.num_tokens)
 
 
-_Row = tuple[int, int, int, SamplingParams, list[int]]  # the first fields of a slice
+_Row = tuple[int, int, int, Params, list[int]]  # the first fields of a slice
 
 
 class Rows:
@@ -314,7 +319,7 @@ class Rows:
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}  # by slot
-        self._decodes: dict[int, tuple[int, int, int, SamplingParams, list[int], tuple[Sample, ...]]] = {}
+        self._decodes: dict[int, tuple[int, int, int, Params, list[int], tuple[Sample, ...]]] = {}
 
     def follow(self, plan: StepPlan) -> list[SequenceSlice]:
         """Begin rows, and return the plan's slices."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from engine.core.errors import ErrorValue
 from engine.core.spans import Span
@@ -139,7 +139,7 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filter off. Penalties follow OpenAI (presence,
     frequency: over generated tokens) and CTRL (repetition: over prompt and generated tokens, 1 is off).
     `logprobs` None returns none, k >= 0 the sampled token's and the k best, of the model's raw distribution.
-    `max_tokens` 0 computes the prompt only: for scoring, and for `pooling`, which needs it. With a `grammar` the sequence
+    `max_tokens` 0 computes the prompt only, for scoring. With a `grammar` the sequence
     stops where the grammar is complete. With `beam` the n best answers of a search are reported at its end; it uses the
     model's own log probabilities, and ignores the fields from temperature to logit_bias.
     """
@@ -162,7 +162,6 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    pooling: Pooling | None = None
     grammar: GrammarKey | None = None
     adapter: Adapter | None = None
     beam: BeamParams | None = None
@@ -183,6 +182,28 @@ class SamplingParams:
         return self.n if self.beam is None else self.beam.width
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How a prompt becomes a vector. Nothing is generated: what a plan asks of any request is constant."""
+
+    pooling: Pooling
+    adapter: Adapter | None = None
+    max_tokens: ClassVar[int] = 0
+    n: ClassVar[int] = 1
+    num_sequences: ClassVar[int] = 1
+    seed: ClassVar[int] = 0
+    logprobs: ClassVar[int | None] = None
+    prompt_logprobs: ClassVar[int | None] = None
+    grammar: ClassVar[GrammarKey | None] = None
+    beam: ClassVar[BeamParams | None] = None
+    rules_out_tokens: ClassVar[bool] = False
+    eos_token_ids: ClassVar[frozenset[int]] = frozenset()
+    stop_token_ids: ClassVar[frozenset[int]] = frozenset()
+
+
+Params = SamplingParams | PoolingParams  # of a request: it generates, or becomes a vector
+
+
 class Pin(NamedTuple):
     """A wish that the K/V of a prompt's beginning stays cached longer than other K/V, if there is room."""
 
@@ -196,7 +217,7 @@ class Request:
 
     request_id: str
     prompt: tuple[int, ...]
-    params: SamplingParams
+    params: Params
     arrival_s: float
     priority: int = 0  # lower is served first, as in vLLM
     cache_salt: str = ""  # requests with different salts never share cached blocks
@@ -237,7 +258,7 @@ class PromptInfo(NamedTuple):
     num_host_tokens: int = 0  # of the cached ones, those that came from host memory ...
     num_disk_tokens: int = 0  # ... and from a store behind it
     num_pinned_tokens: int = 0  # of the prompt's first tokens, those that are retained for this request
-    pooled: tuple[float, ...] | None = None  # the vector that `pooling` asks for, of the model's own length
+    pooled: tuple[float, ...] | None = None  # the vector that PoolingParams ask for, of the model's own length
     num_matched_tokens: int = (
         0  # whose K/V was found; more than the cached ones if no state or window was left to resume
     )

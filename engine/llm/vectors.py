@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import Adapter, Pooling
+from engine.core.types import Adapter, Params, Pooling, PoolingParams
 from engine.core.types import SamplingParams as EngineParams
 from engine.llm.arguments import check_choice
 from engine.llm.job import (
@@ -25,6 +25,7 @@ from engine.llm.prompts import Prompt, ReadPrompt, listed, read_prompt
 from engine.llm.unserved import refuse_arguments
 from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
+from engine.text.fields.sampling import QueueFields
 from engine.text.prompt_results import (
     Reduction,
     activated,
@@ -54,7 +55,7 @@ class VectorMethods:
     def _read(self, prompt: Prompt) -> tuple[ReadPrompt, list[int]]:
         raise NotImplementedError
 
-    def _job(self, read: ReadPrompt, ids: Sequence[int], params: EngineParams, rules: TextRules, body: Any) -> Job:
+    def _job(self, read: ReadPrompt, ids: Sequence[int], params: Params, rules: TextRules, body: QueueFields) -> Job:
         raise NotImplementedError
 
     def embed(
@@ -200,12 +201,12 @@ class VectorMethods:
             for place, vector, job in zip(places, vectors[len(firsts) :], others, strict=True)
         ]
 
-    def _pooled(self, pooling: str, lora: str | None) -> EngineParams:
+    def _pooled(self, pooling: str, lora: str | None) -> PoolingParams:
         check_choice("pooling", pooling, [each.value for each in Pooling], ("auto",))
         chosen = self._limits.vectors.pooling if pooling == "auto" else Pooling(pooling)
-        return EngineParams(max_tokens=0, pooling=chosen, adapter=self._adapter(lora))
+        return PoolingParams(pooling=chosen, adapter=self._adapter(lora))
 
-    def _reading(self, prompt: Prompt, params: EngineParams, truncation: Truncation = _WHOLE, before: str = "") -> Job:
+    def _reading(self, prompt: Prompt, params: Params, truncation: Truncation = _WHOLE, before: str = "") -> Job:
         """Return the job of a prompt that is only read. Raises ClientError."""
         read, reader = read_prompt(prompt), VectorReader(self._limits)
         if read.images:
@@ -220,7 +221,7 @@ class VectorMethods:
         self._limits.check_readable(len(ids), "prompts")
         return self._job(read, ids, params, TextRules(), SamplingParams())
 
-    def _pair(self, first: str, second: str, params: EngineParams, truncation: Truncation) -> Job:
+    def _pair(self, first: str, second: str, params: Params, truncation: Truncation) -> Job:
         ids = VectorReader(self._limits).pair(first, second, "text_2", truncation)
         self._limits.check_readable(len(ids), "text_2")
         return self._job(read_prompt(first), ids, params, TextRules(), SamplingParams())

@@ -24,8 +24,10 @@ from engine.core.types import (
     Adapter,
     BeamParams,
     EarlyStopping,
+    Params,
     Pin,
     Pooling,
+    PoolingParams,
     Request,
     SamplingParams,
     TokenEvent,
@@ -135,14 +137,17 @@ class Replayer:
             width, penalty, early = line["beam"]
             beam = BeamParams(width=width, length_penalty=penalty, early_stopping=EarlyStopping(early))
         adapter = _adapter(str(line["adapter"])) if "adapter" in line else None
-        params = SamplingParams(
-            eos_token_ids=frozenset(line.get("eos", ())),
-            stop_token_ids=frozenset(line.get("stop", ())),
-            beam=beam,
-            adapter=adapter,
-            logprobs=line.get("logprobs"),
-            pooling=Pooling(line["pooling"]) if "pooling" in line else None,
-            **{name: line[name] for name in PARAM_FIELDS if name in line},
+        params: Params = (
+            PoolingParams(pooling=Pooling(line["pooling"]), adapter=adapter)
+            if "pooling" in line
+            else SamplingParams(
+                eos_token_ids=frozenset(line.get("eos", ())),
+                stop_token_ids=frozenset(line.get("stop", ())),
+                beam=beam,
+                adapter=adapter,
+                logprobs=line.get("logprobs"),
+                **{name: line[name] for name in PARAM_FIELDS if name in line},
+            )
         )
         request = Request(
             request_id=str(line["id"]),

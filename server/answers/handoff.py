@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.core.errors import ParcelError, QuireError
 from engine.core.kv.prefix_cache import chain_root, request_names
-from engine.core.types import Request
+from engine.core.types import PoolingParams, Request
 from engine.handle import CountMissing, EngineHandle, HandoverConfig, OpenHandover, Prefix, ReceivePrefix, SendPrefix
 from engine.settings.peer import Peer
 from server.answers.body import KVTransferParams
@@ -182,7 +182,12 @@ class Receiver:
     async def _ask_for(self, request: Request) -> None:
         """Have the prefill daemon of the settings compute a prompt, and take its K/V."""
         params = request.params
-        if request.is_background or params.prompt_logprobs is not None or params.pooling is not None or request.spans:
+        if (
+            request.is_background
+            or params.prompt_logprobs is not None
+            or isinstance(params, PoolingParams)
+            or request.spans
+        ):
             return  # no client waits, every position has to be computed here, or ids alone would not say all of it
         missing = prefix_of(self._engine, request)
 

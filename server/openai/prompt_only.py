@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError, UnsupportedError
-from engine.core.types import Adapter, Pooling, PromptInfo, SamplingParams
+from engine.core.types import Adapter, Pooling, PoolingParams, PromptInfo
 from engine.core.types import Request as EngineRequest
 from engine.text.chat.choice import TextRules
 from engine.text.fields.body import Integer, Refused
@@ -292,7 +292,7 @@ async def read_inputs(
     return responder.requests(body, adapter, prompts, [pooling_params(model, config)] * len(prompts))
 
 
-def pooling_params(model: ServedModel, config: AppConfig) -> SamplingParams:
+def pooling_params(model: ServedModel, config: AppConfig) -> PoolingParams:
     """Return the parameters of prompts that are pooled."""
     chosen = model.reader.settings.pooling if config.pooling == "auto" else Pooling(config.pooling)
-    return SamplingParams(max_tokens=0, pooling=chosen)
+    return PoolingParams(pooling=chosen)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.types import FinishReason, Pooling
+from engine.core.types import FinishReason, Pooling, PoolingParams
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
@@ -45,9 +45,7 @@ def vectors(
     config = settings(**regime)
     scheduler = Scheduler(config)
     asked = [
-        request(f"{pooling.value}{i}", prompt, max_tokens=0, pooling=pooling)
-        for i, prompt in enumerate(PROMPTS)
-        for pooling in KINDS
+        request(f"{pooling.value}{i}", prompt, pooling=pooling) for i, prompt in enumerate(PROMPTS) for pooling in KINDS
     ]
     for i in range(others):
         asked.insert(4 * i, request(f"other{i}", PROMPTS[i + 1], max_tokens=20, prompt_logprobs=1 if i == 2 else None))
@@ -56,7 +54,7 @@ def vectors(
     for each in asked:
         end = served.events[each.request_id, 0][-1]
         assert end.finish_reason is FinishReason.LENGTH
-        if each.params.pooling is not None:
+        if isinstance(each.params, PoolingParams):
             assert end.prompt is not None
             assert end.prompt.pooled is not None
             found[each.request_id] = end.prompt.pooled
@@ -96,7 +94,7 @@ def test_no_schedule_shows(name: str, dtype: torch.dtype, tmp_path: Path) -> Non
 
 def test_a_state_that_is_no_number_ends_its_request_alone() -> None:
     model = TinyModel(poison=60)
-    asked = [request(name, [5, token, 7], max_tokens=0, pooling=pooling)
+    asked = [request(name, [5, token, 7], pooling=pooling)
              for name, token, pooling in (("bad0", 60, KINDS[0]), ("good", 6, KINDS[1]), ("bad1", 60, KINDS[1]))]  # fmt: skip
     served = serve(model, settings(), asked)
     ends = {each.request_id: served.events[each.request_id, 0][-1] for each in asked}

@@ -73,7 +73,7 @@ def once_stopping(engine: Engine, then: Callable[[], None]) -> None:
 def fail(piece: SequenceSlice) -> str | None:
     """The failure that requests with top_k FAILS carry in them."""
     generated = piece.start + piece.num_tokens - piece.num_prompt
-    return "made to fail" if piece.params.top_k == FAILS and generated >= 3 else None
+    return "made to fail" if getattr(piece.params, "top_k", 0) == FAILS and generated >= 3 else None
 
 
 def drawn(asked: Request, tokens: list[int], seed: int) -> int:

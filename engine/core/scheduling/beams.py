@@ -185,17 +185,19 @@ class BeamGroup:
     A beam's max_total is one more than the tokens it has, so it waits until the tokens of all beams are known.
     """
 
-    __slots__ = ("headroom", "members", "search")
+    __slots__ = ("_params", "headroom", "members", "search")
 
     def __init__(self, first: Sequence) -> None:
         self.members = [first]
         self.headroom = 0
-        first.params, first.beam_group = row_params(first.request.params), self
+        assert isinstance(first.request.params, SamplingParams), "nothing else is searched"
+        self._params = first.request.params
+        first.params, first.beam_group = row_params(self._params), self
         self._begin()
 
     def _begin(self) -> None:
         first = self.members[0]
-        self.search = BeamSearch(first.request.params)
+        self.search = BeamSearch(self._params)
         first.tokens = list(first.request.prompt)
         first.max_total = first.num_prompt + 1
         first.kv.chain = first.first_names.copy()

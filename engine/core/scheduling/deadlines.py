@@ -16,6 +16,7 @@ from engine.core.errors import DeadlineError
 from engine.core.kv.manager import KVCacheManager
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import Target
+from engine.core.types import SamplingParams
 
 
 class Deadlines:
@@ -64,7 +65,8 @@ class Deadlines:
         if not self._times.is_known:
             return 0.0
         costs, params = self._times.costs, seq.request.params
-        num_decodes = -(-max(params.min_tokens - 1, 0) // self._tokens_a_step)
+        least = params.min_tokens if isinstance(params, SamplingParams) else 0
+        num_decodes = -(-max(least - 1, 0) // self._tokens_a_step)
         num_known = len(seq.tokens) - num_cached
         num_chunks = -(-num_known // self._max_step_tokens)
         prompt_s = num_chunks * (costs.fixed_s + costs.chunked_s) + self._times.chunk_s(num_cached, num_known)

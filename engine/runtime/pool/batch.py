@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.step import Pairs, SequenceSlice, StepPlan
+from engine.core.types import PoolingParams
 from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import StepStates
 from engine.runtime.transfer import Staging
@@ -280,7 +281,7 @@ class BatchBuilder:
                 for first, piece in zip(starts, slices, strict=False)
                 if piece.prompt_logprobs >= 0
             ],
-            keeps_all=any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in slices),
+            keeps_all=any(piece.prompt_logprobs >= 0 or isinstance(piece.params, PoolingParams) for piece in slices),
             query_lens=query_lens,
             contexts=contexts,
         )
