@@ -1,7 +1,7 @@
 """Builds a `tokenizers.Tokenizer` from a GGUF file's metadata.
 
 Byte-level BPE ("gpt2", which splits a text into words first, as gguf_words.json lists) and SentencePiece BPE ("llama",
-scores instead of merges; "gemma4", merges). An unknown kind is refused: a nearly right tokenizer makes a model subtly worse.
+scores instead of merges; "gemma4", merges), and BERT's ("bert"). An unknown kind is refused: a nearly right tokenizer makes a model subtly worse.
 
 The file has a row for each way to split: the names of `tokenizer.ggml.pre`, each of which stands for all tokenizers that
 give the same ids for one test text, whichever model they belong to; and steps one after the other, a regular expression
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import PreTokenizer, Split
 
 from engine.core.errors import ModelLoadError
@@ -100,6 +100,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
     if metadata["tokenizer.ggml.model"] in ("llama", "gemma4"):
         tokenizer, has_bos = _sentence_piece_bpe(metadata, tokens), True
+    elif metadata["tokenizer.ggml.model"] == "bert":
+        tokenizer, has_bos = _word_piece(metadata, tokens), True
     else:
         pre = _pre(metadata)
         tokenizer, has_bos = _byte_level_bpe(metadata, tokens, WORDS[pre]), WORDS[pre].has_bos
@@ -110,7 +112,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
                 "or convert the model again."
             )
     _add_special_tokens(tokenizer, metadata, tokens)
-    _add_beginning_and_end(tokenizer, metadata, tokens, has_bos)
+    if metadata["tokenizer.ggml.model"] != "bert":  # which has them already
+        _add_beginning_and_end(tokenizer, metadata, tokens, has_bos)
     return tokenizer
 
 
@@ -120,7 +123,7 @@ def check_tokenizer(metadata: Mapping[str, Any]) -> None:
     if not metadata.get("tokenizer.ggml.tokens"):
         raise ModelLoadError("The GGUF file holds no tokenizer; name one with --tokenizer.")
     model = metadata.get("tokenizer.ggml.model")
-    if model in ("llama", "gemma4") or (model == "gpt2" and _pre(metadata) in WORDS):
+    if model in ("llama", "gemma4", "bert") or (model == "gpt2" and _pre(metadata) in WORDS):
         return
     kind = f"{model} with pre-tokenizer {_pre(metadata)!r}" if model == "gpt2" else model
     raise ModelLoadError(
@@ -147,6 +150,29 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str], words: W
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = words.split()
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _word_piece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    """Return BERT's tokenizer; llama.cpp marks words that begin, where BERT marks those that go on, and writes small letters."""
+    kinds, mark = metadata.get("tokenizer.ggml.token_type", ()), int(TokenType.CONTROL)
+    control = {token_id for token_id, kind in enumerate(kinds) if kind == mark}
+    vocabulary = {
+        token if token_id in control else token[1:] if token.startswith("▁") else f"##{token}": token_id
+        for token_id, token in enumerate(tokens)
+    }
+    first, last = special_token(metadata, "bos"), special_token(metadata, "seperator")
+    first = special_token(metadata, "cls") if first is None else first
+    last = special_token(metadata, "eos") if last is None else last
+    unknown = special_token(metadata, "unknown")
+    if first is None or last is None or unknown is None:
+        raise ModelLoadError(
+            "The GGUF file's tokenizer names no token that begins or ends a text; name one with --tokenizer."
+        )
+    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token=tokens[unknown], max_input_chars_per_word=100))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.BertProcessing((tokens[last], last), (tokens[first], first))
     return tokenizer
 
 

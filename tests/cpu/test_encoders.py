@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -400,6 +402,79 @@ def test_older_names_of_tensors_are_read(tmp_path: Path) -> None:
     with LLM(str(tmp_path), dtype="float32", **ENGINE) as llm:
         (found,) = numbers(llm.embed(given(PROMPTS[3:4]), normalize=False, progress=False))
         assert found == pytest.approx(states(model, PROMPTS[3]).mean(0).tolist(), abs=1e-5)
+
+
+GGUF_NAMES = {
+    "bert": {
+        "embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
+        "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm",
+        "attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
+        "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm",
+        "intermediate.dense": "ffn_up", "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm",
+    },
+    "nomic-bert": {
+        "embeddings.word_embeddings": "token_embd", "embeddings.token_type_embeddings": "token_types",
+        "emb_ln": "token_embd_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output", "norm1": "attn_output_norm",
+        "mlp.fc11": "ffn_up", "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down", "norm2": "layer_output_norm",
+    },
+    "modern-bert": {
+        "embeddings.tok_embeddings": "token_embd", "embeddings.norm": "token_embd_norm", "final_norm": "output_norm",
+        "attn.Wqkv": "attn_qkv", "attn.Wo": "attn_output", "mlp_norm": "ffn_norm", "mlp.Wi": "ffn_up", "mlp.Wo": "ffn_down",
+    },
+}  # fmt: skip
+GGUF_SETTINGS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "nomic-bert": {"rope.freq_base": 1000.0},
+    "modern-bert": {"attention.sliding_window": 16, "attention.sliding_window_pattern": 3, "block_count": 4},
+}
+_LAYER = re.compile(r"(?:encoder\.layers?|layers)\.(\d+)\.(.+)")
+
+
+def write_gguf(folder: Path, arch: str, pooling: int) -> Path:
+    """A file with the metadata and names that llama.cpp's converter writes, and its marks in the tokens."""
+    path = folder / f"{arch}.gguf"
+    writer = gguf.GGUFWriter(path, arch)
+    common = {"context_length": 70, "embedding_length": 64, "feed_forward_length": 96, "block_count": 3,
+              "attention.head_count": 4, "pooling_type": pooling}  # fmt: skip
+    for name, value in (common | GGUF_SETTINGS[arch]).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{name}", value)
+    writer.add_float32(f"{arch}.attention.layer_norm_epsilon", 1e-5 if arch == "modern-bert" else 1e-12)
+    special = {0: "[UNK]", 2: "[SEP]", 5: "[CLS]"}
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list([special.get(i, f"▁w{i}") for i in range(128)])
+    writer.add_token_types([3 if i in special else 1 for i in range(128)])
+    for role, token_id in (("unknown", 0), ("seperator", 2), ("bos", 5)):
+        writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token_id)
+    names = GGUF_NAMES[arch]
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        module, _, end = name.rpartition(".")
+        layer = _LAYER.fullmatch(module)
+        place, role = (f"blk.{layer[1]}.", layer[2]) if layer else ("", module)
+        if not role.startswith("pooler"):
+            writer.add_tensor(f"{place}{names.get(role, role)}.{end}", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("arch", GGUF_NAMES)
+def test_encoders_are_read_from_gguf(arch: str, tmp_path: Path) -> None:
+    model = save(tmp_path, KINDS[{"nomic-bert": "nomic_bert", "modern-bert": "modernbert"}.get(arch, arch)])
+    with LLM(str(write_gguf(tmp_path, arch, pooling=2)), dtype="float32", **ENGINE) as llm:
+        found = numbers(llm.embed(given(PROMPTS), progress=False))
+        for ids, vector in zip(PROMPTS, found, strict=True):
+            expected = torch.nn.functional.normalize(states(model, ids)[0], dim=0)
+            assert vector == pytest.approx(expected.tolist(), abs=1e-4)
+        (spoken,) = llm.embed("W20 w21!", progress=False)
+        assert spoken.prompt_token_ids == [5, 20, 21, 0, 2]
+
+
+def test_a_rerankers_head_in_gguf_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, KINDS["bert"])
+    with pytest.raises(ModelLoadError, match="a reranker's head, which Quire reads from safetensors alone"):
+        check_model(EngineConfig(model=str(write_gguf(tmp_path, "bert", pooling=4))))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

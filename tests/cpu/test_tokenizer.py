@@ -329,7 +329,8 @@ def test_another_file_is_told(tmp_path: Path, content: bytes) -> None:
     [
         ({}, "holds no tokenizer"),
         ({"model": "gpt2", "pre": "viking", "tokens": ["a"]}, "unsupported kind gpt2 with pre-tokenizer 'viking'"),
-        ({"model": "bert", "tokens": ["a"]}, "unsupported kind bert"),
+        ({"model": "bert", "tokens": ["a"]}, "names no token that begins or ends a text"),
+        ({"model": "t5", "tokens": ["a"]}, "unsupported kind t5"),
         ({"model": "llama", "tokens": ["a"]}, "1 tokens but 0 scores"),
         ({"model": "gpt2", "pre": "qwen2", "tokens": ["a"], "merges": ["a x"]}, "inconsistent"),
     ],

@@ -53,7 +53,7 @@ class Workshop:
                 workshop.num_closed += 1
 
         def fail(piece: SequenceSlice) -> str | None:
-            return "made to fail" if piece.params.top_k == 13 else None
+            return "made to fail" if getattr(piece.params, "top_k", 0) == 13 else None
 
         cost = CostModel(step_s=0.0, token_s=0.0)
         runner = Runner(CONFIG, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)

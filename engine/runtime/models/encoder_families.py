@@ -84,7 +84,7 @@ def bert(hf: HFConfig) -> EncoderConfig:
         activation=_activation(hf, "hidden_act", "gelu"),
         ropes=(None,) * num_layers,
         reaches=(None,) * num_layers,
-        num_position_rows=hf.size("max_position_embeddings"),
+        num_position_rows=hf.size("num_position_rows", hf.size("max_position_embeddings")),
         num_types=hf.integer("type_vocab_size", 2),
     )
 
@@ -208,4 +208,4 @@ def _activation(hf: HFConfig, key: str, default: str) -> str:
 def _renamed(hf: HFConfig, names: Mapping[str, str], **more: object) -> HFConfig:
     """Return a config that has the usual names for other ones, where it lacks the usual."""
     found = {ours: hf.values[theirs] for ours, theirs in names.items() if hf.has(theirs)}
-    return HFConfig({**found, **hf.values, **more}, hf.source)
+    return HFConfig({**found, **{key: each for key, each in hf.values.items() if each is not None}, **more}, hf.source)

@@ -55,6 +55,10 @@ class EncoderTensors(Checkpoint):
             place, _, end = name.rpartition(".")
             before, _, part = place.rpartition(".")
             parts = part.split("+")
+            if part == "up" and tensor.shape[0] == 2 * self.config.integer(
+                "intermediate_size", 0
+            ):  # ModernBERT's in GGUF
+                parts = ["gate", "up"]
             for index, each in enumerate(parts):
                 num = tensor.shape[0] // len(parts)
                 own = tensor if len(parts) == 1 else cut(tensor, Cut(index * num, num, tensor.shape[0]))

@@ -52,7 +52,7 @@ _INTERLEAVED = (
     "granite_swa",
     "smollm3",
 )  # llama.cpp rotates neighbours (0, 1), transformers halves (0, d / 2)
-_OFFSET_NORMS = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+_OFFSET_NORMS = ("gemma", "gemma2", "gemma3", "gemma-embedding", "qwen35", "qwen35moe", "qwen3next")
 _VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # which files of Mamba-2 have as [heads, 1] or [groups, width]
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in the config instead
 

@@ -113,6 +113,7 @@ def _common(file: File) -> dict[str, Any]:
         "attention_bias": has(file, "attn_output.bias"),
         "mlp_bias": has(file, "ffn_down.bias"),
         "tie_word_embeddings": "output.weight" not in file.shapes,
+        "pooling_type": meta.integer("pooling_type", 0),
         **_window_pattern(file),
         "dtype": "bfloat16",  # in which dequantised weights are computed
     }
@@ -203,7 +204,7 @@ def _gemma2(file: File) -> dict[str, Any]:
     }
 
 
-def _gemma3(file: File) -> dict[str, Any]:
+def gemma3(file: File) -> dict[str, Any]:
     return {
         **_windowed(file),
         "query_pre_attn_scalar": _query_scalar(file, 62),
@@ -443,6 +444,7 @@ class Architecture(NamedTuple):
 
 
 _HYBRIDS = "engine.runtime.weights.gguf_hybrids:"
+_ENCODERS = "engine.runtime.weights.gguf_encoders:"
 _WITH_MAMBA, _WITH_CONV = f"{_HYBRIDS}with_mamba", f"{_HYBRIDS}with_conv"
 ARCHITECTURES = {
     "llama": Architecture("", _llama, has_experts=True),
@@ -452,7 +454,8 @@ ARCHITECTURES = {
     "phi3": Architecture("", _windowed),
     "gemma": Architecture(),
     "gemma2": Architecture("", _gemma2),
-    "gemma3": Architecture("gemma3_text", _gemma3),
+    "gemma3": Architecture("gemma3_text", gemma3),
+    "gemma-embedding": Architecture("gemma3_text", f"{_ENCODERS}gemma_embedding"),
     "gemma3n": Architecture("gemma3n_text", _gemma3n),
     "gemma4": Architecture("gemma4_text", _gemma4, has_experts=True, by_layer=_by_kind_of_layer),
     "granite": Architecture("", granite),
@@ -477,6 +480,9 @@ ARCHITECTURES = {
     "qwen35": Architecture("qwen3_5_text", f"{_HYBRIDS}qwen35"),
     "qwen35moe": Architecture("qwen3_5_moe_text", f"{_HYBRIDS}qwen35moe", has_experts=True),
     "qwen3next": Architecture("qwen3_next", f"{_HYBRIDS}qwen3next", has_experts=True),
+    "bert": Architecture("", f"{_ENCODERS}bert"),
+    "nomic-bert": Architecture("nomic_bert", f"{_ENCODERS}nomic_bert"),
+    "modern-bert": Architecture("modernbert", f"{_ENCODERS}modern_bert"),
     "lfm2": Architecture("", f"{_HYBRIDS}lfm2", by_layer=_WITH_CONV),
     "lfm2moe": Architecture("lfm2_moe", f"{_HYBRIDS}lfm2moe", True, _WITH_CONV),
 }

@@ -20,6 +20,7 @@ _GLOBAL = {
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 _GLOBAL_STACKS = {"altup_proj": "model.altup_projections", "altup_unembd_proj": "model.altup_unembed_projections"}
+_ENCODERS = ("bert", "nomic-bert", "modern-bert")  # encoder_names.py knows their names
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -100,6 +101,7 @@ _BY_ARCH = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "gemma-embedding": _SANDWICH,
     "gemma3n": _SANDWICH
     | _PER_LAYER
     | {
@@ -159,6 +161,9 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...], num_layers: int) -> I
     Layers after the last predict later tokens; they are left out.
     """
     layer = _LAYER.fullmatch(name)
+    if arch in _ENCODERS:
+        yield Part(name, shape)
+        return
     if layer is None:
         stem, _, ending = name.rpartition(".")
         if stem in _GLOBAL_STACKS and len(shape) > 1:
