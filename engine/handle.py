@@ -26,14 +26,6 @@ Deliver = Callable[[StepEvents], None]
 Reply = TypeVar("Reply")
 
 
-class EventsSource(NamedTuple):
-    """Where an engine publishes what its prefix cache gains and loses."""
-
-    config: KVEventsConfig
-    endpoint: str
-    replay_endpoint: str | None
-
-
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What does not change while an engine lives, beside the scheduler's configuration."""
@@ -44,7 +36,7 @@ class EngineFacts:
     layout: Layout | None = None  # None: its K/V is not handed over
     max_loras: int = 0
     takes_images: bool = False  # of the kinds that its `submit` checks
-    kv_events: EventsSource | None = None
+    kv_events: KVEventsConfig | None = None
     vectors: VectorSettings = field(default_factory=VectorSettings)  # how the model makes vectors, or scores
 
 

@@ -39,7 +39,7 @@ from engine.core.spans import Span, VectorMaker
 from engine.core.stats import FailureCause
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
-from engine.handle import Command, Deliver, EngineFacts, EngineHealth, EventsSource, LoadedAdapter
+from engine.handle import Command, Deliver, EngineFacts, EngineHealth, LoadedAdapter
 from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop, Submission
 from engine.outbound.offload import Offload
 from engine.resources import EngineResources
@@ -97,9 +97,7 @@ class Engine:
         self.facts = replace(
             facts,
             max_loras=self._resources.adapters.max_loras,
-            kv_events=None
-            if kv_events is None
-            else EventsSource(kv_events.config, kv_events.endpoint, kv_events.replay_endpoint),
+            kv_events=None if kv_events is None else kv_events.config,
         )
         self._scheduler = scheduler
         self._runner = runner

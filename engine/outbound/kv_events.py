@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,7 +26,7 @@ import zmq
 
 from engine.core.errors import ConfigError
 from engine.core.kv.contents import BlockLocation, Change, Changes, Content, Snapshot
-from engine.settings.kv_events_config import FLAG, KVEventsConfig
+from engine.settings.kv_events_config import FLAG, PUBLISHERS, KVEventsConfig
 
 log = logging.getLogger("quire.engine")
 
@@ -168,9 +169,7 @@ class KVEvents:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind the sockets. Raises ConfigError."""
-        self.config = config
         self.ask_snapshot: Callable[[], object] = lambda: None  # lets the engine's thread send a snapshot
-        self.num_lost_steps = 0
         self._writer = EventWriter(block_size, has_groups=has_groups)
         self._snapshot_gap_s, self._clock = snapshot_gap_s, clock
         self._queue: deque[_Step] = deque()
@@ -191,8 +190,13 @@ class KVEvents:
         if config.replay_endpoint is not None:
             limit = max(config.hwm, config.buffer_steps + 1)
             self._replay = self._open(zmq.ROUTER, "replay_endpoint", config.replay_endpoint, limit)
-        self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.replay_endpoint = None if self._replay is None else self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.config = replace(  # as it is published: with the ports that the system chose
+            config,
+            enable_kv_cache_events=True,
+            publisher=PUBLISHERS[0],
+            endpoint=self._pub.getsockopt_string(zmq.LAST_ENDPOINT),
+            replay_endpoint=None if self._replay is None else self._replay.getsockopt_string(zmq.LAST_ENDPOINT),
+        )
         self._thread = threading.Thread(target=self._main, name="quire-kv-events", daemon=True)
 
     def _open(self, kind: int, key: str, address: str, hwm: int) -> zmq.Socket[bytes]:
@@ -224,7 +228,6 @@ class KVEvents:
         """Queue the changes of a step, or lose them where there is no room. Never waits."""
         if len(self._queue) >= self.config.max_queue_size:
             self._num_lost += 1
-            self.num_lost_steps += 1
             return
         self._queue.append(_Step(time.time(), changes, self._num_lost))
         self._num_lost = 0

@@ -6,10 +6,13 @@ key where the server has one.
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
+from engine.settings.kv_events_config import KVEventsConfig
 from engine.system.version import VERSION
 from server.answers.model import ServedModel
 from server.answers.parts import InEngine, InInstanceId, InModel
@@ -43,17 +46,10 @@ class ServerInfo(ModelInfo):
     dp_size: int = Field(description="Always 1.")
 
 
-class EventSource(ResponseBody):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventSource(KVEventsConfig):
     """Where KV events are published."""
 
-    enable_kv_cache_events: bool
-    publisher: str
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
-    hwm: int
-    buffer_steps: int
-    max_queue_size: int
     data_parallel_rank: int
 
 
@@ -112,22 +108,8 @@ async def server_info(engine: InEngine, model: InModel, instance_id: InInstanceI
 @router.get("/kv_event_sources")
 async def kv_event_sources(engine: InEngine) -> dict[str, EventSource]:
     """Return where KV events are published, by data-parallel rank; nothing without --kv-events-config."""
-    events = engine.facts.kv_events
-    if events is None:
-        return {}
-    config = events.config
-    source = EventSource(
-        enable_kv_cache_events=True,
-        publisher="zmq",
-        endpoint=events.endpoint,
-        replay_endpoint=events.replay_endpoint,
-        topic=config.topic,
-        hwm=config.hwm,
-        buffer_steps=config.buffer_steps,
-        max_queue_size=config.max_queue_size,
-        data_parallel_rank=0,
-    )
-    return {"0": source}
+    config = engine.facts.kv_events
+    return {} if config is None else {"0": EventSource(**asdict(config), data_parallel_rank=0)}
 
 
 @router.get("/get_load")
