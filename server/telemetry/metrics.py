@@ -29,7 +29,6 @@ from typing import Any
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
-    Gauge,
     GCCollector,
     Info,
     PlatformCollector,
@@ -39,7 +38,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.core.stats import FailureCause, Histogram, Stats
+from engine.core.stats import FailureCause, Histogram
 from engine.handle import EngineHandle
 from engine.system.version import VERSION
 from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
@@ -133,7 +132,11 @@ def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
     return list(zip(bounds, accumulate(counts), strict=True)), histogram.sum
 
 
-_COMPUTED: Mapping[str, Callable[[Stats], Value]] = {
+_COMPUTED: Mapping[str, Callable[[Any], Value]] = {
+    "alive": lambda engine: engine.health().alive,
+    "busy": lambda engine: engine.health().busy,
+    "seconds_since_step": lambda engine: engine.health().seconds_since_step,
+    "adapters": lambda engine: len(engine.adapters),
     "background": lambda s: {"running": s.num_background_running, "waiting": s.num_background_waiting},
     "blocks": lambda s: {"free": s.blocks_free, "cached": s.blocks_cached, "held": s.blocks_held},
     "host_blocks": lambda s: {"free": s.host_blocks_free, "cached": s.host_blocks_cached, "held": s.host_blocks_held},
@@ -192,42 +195,25 @@ class Metrics:
         self.loop_lag = LoopLag()
         self._registry.register(RowCollector(lambda: engine.stats, METRICS, model_name=model_name))
         self._registry.register(RowCollector(lambda: engine.stats, ROWS["grammars"]))
+        self._registry.register(RowCollector(lambda: engine, ROWS["engine"], model_name=model_name))
+        self._registry.register(RowCollector(lambda: self.loop_lag, ROWS["event_loop"]))
         self._add_engine(engine)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         self.listeners: list[Listener] = [EventMetrics(self._registry).observe]  # any thread
         if compat_vllm:
             self._add_vllm(engine)
-        Gauge(
-            "quire_event_loop_lag_seconds",
-            "Longest time that the event loop was held up, in the last half minute to a minute.",
-            registry=self._registry,
-        ).set_function(lambda: self.loop_lag.seconds)
 
     def render(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
-
-    def collectors(self) -> list[Collector]:
-        """Return everything that is registered, for the reference."""
-        return list(self._registry._collector_to_names)  # noqa: SLF001
 
     def add_counts(self, group: str, counts: object) -> None:
         """Export the rows of a group, such as what became of spans, which do not exist where nothing counts them."""
         self._registry.register(RowCollector(lambda: counts, ROWS[group]))
 
     def _add_engine(self, engine: EngineHandle) -> None:
-        """Add the engine's health, adapters and settings."""
-        self._gauge(
-            "quire_engine_alive", "1 while the engine thread lives, 0 once it has died.", lambda: engine.health().alive
-        )
-        self._gauge("quire_engine_busy", "1 while the engine has work.", lambda: engine.health().busy)
-        self._gauge(
-            "quire_engine_seconds_since_step",
-            "Seconds since the last step ended; 0 while idle.",
-            lambda: engine.health().seconds_since_step,
-        )
-        self._gauge("quire_lora_adapters", "LoRA adapters that requests may name.", lambda: len(engine.adapters))
+        """Add what is running, and the engine's settings."""
         config = engine.config
         self._info("quire_build", "What is running.", version=VERSION, python=platform.python_version())
         self._info(
@@ -258,9 +244,6 @@ class Metrics:
             }
         )
         self.listeners.append(VllmEventMetrics(registry, self._model_name, config.max_model_len).observe)
-
-    def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        Gauge(name, text, ["model_name"], registry=self._registry).labels(self._model_name).set_function(read)
 
     def _info(self, name: str, text: str, **labels: str) -> None:
         Info(name, text, ["model_name"], registry=self._registry).labels(self._model_name).info(labels)

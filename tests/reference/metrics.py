@@ -55,7 +55,7 @@ def metrics_page() -> str:
 
 
 def _rows(metrics: Metrics) -> Iterator[Row]:
-    for collector in metrics.collectors():
+    for collector in metrics._registry._collector_to_names:
         if isinstance(collector, RowCollector):
             for metric, family in zip(collector.rows, collector.collect(), strict=True):
                 yield _row(family, [metric.label] if metric.label else [])
