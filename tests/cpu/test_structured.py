@@ -73,7 +73,8 @@ class Real:
         self.grammars = self._compile()
 
     def _compile(self) -> dict[str, Grammar]:
-        compiler = GrammarCompiler(self.tokenizer.vocabulary(self.model.vocab_size))
+        compiler = GrammarCompiler()
+        compiler.use(self.tokenizer.vocabulary(self.model.vocab_size))
         try:
             return {kind: made_by(compiler, spec) for kind, spec in SPECS.items()}
         finally:
@@ -200,7 +201,8 @@ def made_by(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
 
 
 def compile_one(real: Real, spec: GrammarSpec) -> Grammar:
-    compiler = GrammarCompiler(real.tokenizer.vocabulary(real.model.vocab_size))
+    compiler = GrammarCompiler()
+    compiler.use(real.tokenizer.vocabulary(real.model.vocab_size))
     try:
         return made_by(compiler, spec)
     finally:

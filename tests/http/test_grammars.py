@@ -36,7 +36,8 @@ FINE = regex("[a-f]{3}")
 
 @pytest.fixture
 def compiler() -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(byte_tokenizer().vocabulary(257))
+    made = GrammarCompiler()
+    made.use(byte_tokenizer().vocabulary(257))
     made.compile(regex("warm"), "x").result()
     yield made
     made.close()
@@ -52,7 +53,8 @@ def compiling(work: Callable[[GrammarCompiler], Awaitable[None]]) -> None:
     """Do something with a compiler, on an event loop."""
 
     async def run() -> None:
-        compiler = GrammarCompiler(byte_tokenizer().vocabulary(257))
+        compiler = GrammarCompiler()
+        compiler.use(byte_tokenizer().vocabulary(257))
         try:
             await asyncio.wait_for(work(compiler), WAIT_S)
         finally:
@@ -72,7 +74,8 @@ def test_slow_grammars_hold_up_no_other(compiler: GrammarCompiler) -> None:
 
 def test_only_so_many_slow_grammars_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_SLOW", 2)
-    compiler = GrammarCompiler(byte_tokenizer().vocabulary(257))
+    compiler = GrammarCompiler()
+    compiler.use(byte_tokenizer().vocabulary(257))
     try:
         outcomes = [outcome(future) for future in [compiler._find(spec, "x") for spec in SLOW]]
         refused = [error for error in outcomes if isinstance(error, OverloadedError)]
@@ -92,7 +95,8 @@ def outcome(future: Future[GuidanceGrammar]) -> object:
 
 
 def test_those_that_wait_when_it_closes_are_refused() -> None:
-    compiler = GrammarCompiler(byte_tokenizer().vocabulary(257))
+    compiler = GrammarCompiler()
+    compiler.use(byte_tokenizer().vocabulary(257))
     futures = [compiler._find(spec, "x") for spec in SLOW]
     compiler.close()
     assert any(isinstance(outcome(future), OverloadedError) for future in futures)
@@ -138,7 +142,8 @@ def test_the_same_grammar_is_made_once_for_all_who_wait() -> None:
 
 def test_a_thread_may_wait_for_a_grammar() -> None:
     """As the offline API does; the refusals are those of an event loop."""
-    compiler = GrammarCompiler(byte_tokenizer().vocabulary(257))
+    compiler = GrammarCompiler()
+    compiler.use(byte_tokenizer().vocabulary(257))
     try:
         made = made_by(compiler, FINE)
         assert made_by(compiler, FINE) is made

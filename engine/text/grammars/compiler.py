@@ -116,14 +116,14 @@ class _Worker:
 
 
 class GrammarCompiler:
-    """`compile` specs, then `hold` what requests name by their digests."""
+    """`compile` specs, then `hold` what requests name by their digests; `use` names the vocabulary before the first."""
 
-    def __init__(self, source: VocabularySource | None = None) -> None:
-        """Without a source, `use` names it before the first grammar."""
+    _source: VocabularySource
+
+    def __init__(self) -> None:
         self.observe: Callable[[float], None] = lambda _: None  # gets the seconds of each grammar that was not cached
-        self._vocabulary_source = source
-        self._quick = _Worker(self._source, QUICK_S)
-        self._slow = _Worker(self._source, MAX_TRIAL_S, idle_s=_SLOW_IDLE_S)
+        self._quick = _Worker(lambda: self._source, QUICK_S)
+        self._slow = _Worker(lambda: self._source, MAX_TRIAL_S, idle_s=_SLOW_IDLE_S)
         self._places = threading.Semaphore(MAX_SLOW)  # in the slow worker's queue
         self._vocabulary: GuidanceVocabulary | None = None
         self._loading = threading.Lock()  # guards the vocabulary
@@ -136,7 +136,7 @@ class GrammarCompiler:
 
         That holds the GIL for 0.2 s with 49,152 tokens.
         """
-        self._vocabulary_source = source
+        self._source = source
         if warms_up:
             self._start(self._quick, ANY_OBJECT, Future()).add_done_callback(_warmed)
 
@@ -204,7 +204,7 @@ class GrammarCompiler:
                 f"{param} has {len(spec.text)} characters; a grammar may have at most {MAX_TEXT}.", param=param
             )
         # llguidance reads forced text that spells a special token as that token, and then finds that it does not fit.
-        special = () if spec.kind is GrammarKind.LARK else self._source().special_tokens
+        special = () if spec.kind is GrammarKind.LARK else self._source.special_tokens
         named = next((name for name in special if len(name) > 1 and name in spec.text), None)
         if named is not None:
             raise InvalidRequestError(
@@ -267,12 +267,8 @@ class GrammarCompiler:
 
         with self._loading:
             if self._vocabulary is None:
-                self._vocabulary = GuidanceVocabulary(*self._source()[:3])
+                self._vocabulary = GuidanceVocabulary(*self._source[:3])
         return GuidanceGrammar(self._vocabulary, tried.grammar, tried.num_bytes)
-
-    def _source(self) -> VocabularySource:
-        assert self._vocabulary_source is not None, "a vocabulary is named before the first grammar"
-        return self._vocabulary_source
 
 
 def _warmed(done: Future[GuidanceGrammar]) -> None:
