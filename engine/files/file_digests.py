@@ -61,13 +61,13 @@ class FileDigests:
     def __init__(self, paths: Iterable[Path]) -> None:
         """Note the files' states. Raises ModelLoadError."""
         self._states = {path: _state(path) for path in paths}
-        self._known: dict[FileState, str] | None = None
+        self._known: dict[FileState, str] = {}
         self._pieces: dict[Path, list[Future[bytes]]] = {}  # of files whose digests are not in the cache
         self._threads = ThreadPoolExecutor(min(_MAX_THREADS, max(usable_cpus() - 1, 1)), "file-digests")
 
     def begin(self) -> None:
         """Start to read the files whose digests are not kept in the cache."""
-        if self._known is not None:
+        if self._known or self._pieces:
             return
         kept = _load()
         self._known = {state: kept[state.key] for state in self._states.values() if state.key in kept}
@@ -86,7 +86,6 @@ class FileDigests:
     def get(self) -> dict[Path, str]:
         """Return the digests, once they are computed. Raises ModelLoadError for a file that has changed."""
         self.begin()
-        assert self._known is not None
         made: dict[FileState, str] = {}
         try:
             for path, pieces in self._pieces.items():

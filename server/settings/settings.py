@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, PrivateAttr, SecretStr, create_model
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, create_model
 from pydantic_core import PydanticCustomError
 
 from engine.core.errors import ConfigError
@@ -165,18 +165,8 @@ _Model: Any = make_model(DECLARED)
 class Settings(_Model):  # type: ignore[misc]  # its fields are those of DECLARED
     """All settings, as attributes by their names. `origins` and `remarks` are filled by `load_settings`."""
 
-    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
-    _remarks: list[str] = PrivateAttr(default_factory=list)
-
-    @property
-    def origins(self) -> dict[str, str]:
-        """Return the variable or file that set each setting; "" for the command line."""
-        return self._origins
-
-    @property
-    def remarks(self) -> list[str]:
-        """Return the flags of other servers that have no effect here, with the reasons."""
-        return self._remarks
+    origins: dict[str, str] = Field(default_factory=dict, exclude=True)  # of what was given; "" is the command line
+    remarks: list[str] = Field(default_factory=list, exclude=True)  # on what has no effect, and why
 
     def engine_config(self, model: str) -> EngineConfig:
         """Return the engine's settings, with the path of the model. Raises ConfigError."""
