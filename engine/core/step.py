@@ -44,9 +44,7 @@ class RowStart(NamedTuple):
     params: Params
     seed: int  # of its decodes
     ids: tuple[int, ...]  # all that are known
-    tables: tuple[
-        tuple[int, ...], ...
-    ]  # by group of layers, blocks in logical order; below 0 where a window has passed
+    tables: tuple[tuple[int, ...], ...]  # by group of layers, blocks in order; below 0 where a window has passed
     spans: tuple[Span, ...] = ()  # where vectors stand instead of ids
 
 
@@ -178,9 +176,7 @@ class Drafted(NamedTuple):
     A token is sampled behind every draft; those up to and with the first that differs from its draft are valid.
     """
 
-    token_ids: abc.Sequence[
-        int
-    ]  # none if even the first draw failed: then the drafts may be why, and it is tried without
+    token_ids: abc.Sequence[int]  # none if even the first draw failed: drafts may be why, and it is tried without
     num_drafts: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     is_end: bool = False  # with the last of the tokens the sequence's grammar is complete
