@@ -55,7 +55,7 @@ def read_mmproj(path: Path, model: Path) -> Mmproj:
             f"{path} is not the vision half of a model (its architecture is {own_arch!r}, not 'clip'); name mmproj-*.gguf."
         )
     values = {key.removeprefix(_PREFIX): value for key, value in metadata.items()}
-    meta = HFConfig({**values, "tensors": {tensor.name for tensor in tensors}}, str(path))
+    meta = HFConfig({**values, "shapes": {tensor.name: tensor.shape for tensor in tensors}}, str(path))
     name = metadata.get("clip.projector_type", metadata.get("clip.vision.projector_type"))
     if name not in PROJECTORS:
         raise ModelLoadError(
@@ -164,11 +164,22 @@ def _internvl(meta: HFConfig) -> Values:
     sides = {key: [meta.size(key)] * 2 for key in ("image_size", "patch_size")}
     tower = _tower(
         meta,
-        attention_bias="v.blk.0.attn_q.bias" in meta.values["tensors"],
+        attention_bias="v.blk.0.attn_q.bias" in meta.values["shapes"],
         layer_norm_eps=meta.number("attention.layer_norm_epsilon"),
         **sides,
     )
     return {"vision_config": tower, "downsample_ratio": 1 / meta.size("projector.scale_factor", 2)}
+
+
+def _lfm2(meta: HFConfig) -> Values:
+    shapes = meta.values["shapes"]
+    num_patches, width = (shapes.get(name, (1,))[0] for name in ("v.position_embd.weight", "mm.1.weight"))
+    return {
+        "vision_config": _tower(meta, model_type="siglip2_vision_model", num_patches=num_patches),
+        "downsample_factor": meta.size("projector.scale_factor", 2),
+        "projector_hidden_size": width,
+        "projector_use_layernorm": "mm.input_norm.weight" in shapes,
+    }
 
 
 def _pixels(fewest: int, most: int) -> Callable[[HFConfig], Values]:
@@ -210,6 +221,14 @@ def _squares(meta: HFConfig) -> Values:
     }
 
 
+def _patches(meta: HFConfig) -> Values:
+    return {
+        "image_processor_type": "Lfm2VlImageProcessor",
+        "encoder_patch_size": meta.size("patch_size"),
+        "downsample_factor": meta.size("projector.scale_factor", 2),
+    }
+
+
 _SIDES = ("height", "width")
 _QWEN_TOKEN = {"image_token_id": "<|image_pad|>"}
 _GEMMA_TOKENS = {
@@ -227,6 +246,7 @@ PROJECTORS = {
     "internvl": Projector(
         dict.fromkeys(("qwen2", "qwen3", "llama"), "internvl"), _internvl, _squares, {"image_token_id": "<IMG_CONTEXT>"}
     ),
+    "lfm2": Projector({"lfm2": "lfm2_vl"}, _lfm2, _patches, {"image_token_id": "<image>"}),
     "pixtral": Projector(
         dict.fromkeys(("llama", "mistral3"), "mistral3"), _mistral3, _longest, {"image_token_index": "[IMG]"}
     ),

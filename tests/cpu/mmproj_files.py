@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 
-from tests.cpu.test_weights_gguf import SANDWICH, convert, write
+from tests.cpu.test_weights_gguf import LFM2_NAMES, SANDWICH, convert, write
 
 Kind = gguf.GGMLQuantizationType
 # Tensors that the converter names in code of a model's own.
@@ -91,6 +91,14 @@ HALVES = {
         {"projector.scale_factor": 2, "preproc_max_tiles": 4, "attention.layer_norm_epsilon": 1e-6},
         {"^vision_tower": "model.vision_tower", "(position_embeddings|lambda_.)$": r"\1.weight"},
     ),
+    "lfm2_vl": Half(
+        "lfm2",
+        "lfm2",
+        LFM2_NAMES,
+        {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3},
+        {"projector.scale_factor": 2, "image_size": 256},
+        {"^vision_tower": "vision_tower.vision_model"},
+    ),
     "mistral3": Half("llama", "pixtral", {}, {}, {"spatial_merge_size": 2}),
 }
 
@@ -154,7 +162,7 @@ def vision_tensors(model: Any, half: Half) -> Iterator[tuple[str, torch.Tensor]]
             _, _, index, role = stem.split(".")
             yield f"v.deepstack.{tower.deepstack_visual_indexes[int(index)]}.{_OWN_NAMES[role]}.{ending}", values
             continue
-        if stem in _OWN_NAMES and half.projector != "pixtral":
+        if stem in _OWN_NAMES and half.projector not in ("pixtral", "lfm2"):
             yield f"{_OWN_NAMES[stem]}.{ending}", values
             continue
         if values.dim() == 5:  # filters of two frames
@@ -169,6 +177,9 @@ def vision_tensors(model: Any, half: Half) -> Iterator[tuple[str, torch.Tensor]]
         if half.projector == "pixtral" and re.search(r"\.[qk]_proj\.", name):  # rotated by neighbours
             heads = values.unflatten(0, (tower.num_attention_heads, 2, -1))
             parts = {name: heads.transpose(1, 2).reshape(values.shape)}
+        if half.projector == "lfm2" and "patch_embedding.weight" in name:  # as filters
+            side = tower.patch_size
+            parts = {name: values.view(-1, side, side, 3).permute(0, 3, 1, 2)}
         for each, part in parts.items():
             found = table.get_name(each, (".weight", ".bias"))
             assert found is not None, each

@@ -92,7 +92,7 @@ _IMAGES = """
 
 [Images](guides/images.md) are taken by these kinds of checkpoints, from safetensors: {towers}. From GGUF, with the vision half
 in a second file: {halves}. The tower and the image processor
-are transformers' own. Where tokens of an image attend both ways ({both_ways}, as the config says), a GPU needs `--attention-backend torch`. All other models
+are transformers' own, except for LFM2-VL's processor. Where tokens of an image attend both ways ({both_ways}, as the config says), a GPU needs `--attention-backend torch`. All other models
 refuse requests with images.
 """
 _FEATURES = """

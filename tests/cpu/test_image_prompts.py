@@ -11,7 +11,8 @@ from functools import cache
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import MagicMock, patch
 
 import numpy as np
@@ -22,12 +23,15 @@ from fastapi.testclient import TestClient
 from PIL import Image as Pillow
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.llm.prompts import address_of
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from engine.text.fields.chat import ImageSource
+from engine.text.images.families import FAMILIES, ImageTokens
+from engine.text.images.lfm2_vl import Lfm2VlImageProcessor
 from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage, _most_images
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.tokenizer_files import load_tokenizer
@@ -127,6 +131,53 @@ def gemma4(tokenizer: Any) -> Any:
     return without_video(transformers.Gemma4Processor)(None, images, tokenizer, None)
 
 
+class Lfm2Images:
+    """In the place of transformers' processor, which needs another library: a tokenizer, and Quire's own images."""
+
+    SETTINGS: ClassVar = {
+        "tile_size": 32,
+        "encoder_patch_size": 4,
+        "min_image_tokens": 4,
+        "max_image_tokens": 16,
+        "max_tiles": 6,
+    }
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.image_processor = tokenizer, self
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps({"image_processor_type": "Lfm2VlImageProcessorFast", **self.SETTINGS})
+        )
+        self._folder = folder
+
+    def __call__(self, text: list[str], images: list[Pillow.Image], return_tensors: str) -> dict[str, torch.Tensor]:
+        assert return_tensors == "pt"
+        ours = ImagePreprocessor.of(self._folder, load_tokenizer(str(self._folder)))
+        assert ours is not None
+        made = [ours.prepare(np.asarray(image), "messages") for image in images]
+        encode = ours.encoder(text[0], made)
+        assert encode is not None
+        arrays = [image.arrays for image, _ in made]
+        most = max(each["pixel_values"].shape[1] for each in arrays)
+        joined = {
+            name: np.concatenate(
+                [
+                    np.pad(each[name], [(0, 0), (0, most - each[name].shape[1]), (0, 0)][: each[name].ndim])
+                    if name != "spatial_shapes"
+                    else each[name]
+                    for each in arrays
+                ]
+            )
+            for name in arrays[0]
+        }
+        return {
+            "input_ids": torch.tensor([encode(text[0])]),
+            **{name: torch.from_numpy(each) for name, each in joined.items()},
+        }
+
+
 PINPOINTS = [[16, 16], [16, 32], [32, 16], [32, 32], [16, 48], [96, 96]]
 TOWER = {"image_size": 16, "patch_size": 4}
 CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str, Any], str, bool]] = {
@@ -216,6 +267,25 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str
 }
 
 
+OTHERS = {
+    "qwen2_5_vl": CASES["qwen3_vl"],
+    "lfm2_vl": (
+        Lfm2Images,
+        [
+            "<image>",
+            "<|image_start|>",
+            "<|image_end|>",
+            "<|img_thumbnail|>",
+            *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 7) for column in range(1, 7)),
+        ],
+        {},
+        {"image_token_id": "<image>", "downsample_factor": 2, "vision_config": {}},
+        "<image>",
+        False,
+    ),
+}
+
+
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_ids_are_those_of_transformers(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
@@ -254,6 +324,48 @@ def test_a_token_made_of_two_texts_is_no_place(tmp_path: Path) -> None:
     assert span.length == 16
 
 
+@pytest.mark.parametrize(
+    ("size", "grid", "last"),
+    [
+        ((30, 20), (1, 1), (4, 8)),
+        ((10, 10), (1, 1), (4, 4)),
+        ((5, 7), (1, 1), (6, 4)),
+        ((100, 40), (1, 3), (4, 12)),
+        ((90, 95), (2, 2), (8, 6)),
+        ((33, 70), (2, 1), (10, 4)),
+        ((120, 90), (2, 3), (6, 8)),
+    ],
+)
+def test_tiles_of_lfm2_vl(size: tuple[int, int], grid: tuple[int, int], last: tuple[int, int]) -> None:
+    """As transformers' class has them, with its library: rows and columns of tiles, and the patches of the last part."""
+    images = Lfm2VlImageProcessor(Lfm2Images.SETTINGS)
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    made = images(images=[pixels])
+    assert (int(made["rows"]), int(made["cols"])) == grid
+    num = 1 if grid == (1, 1) else grid[0] * grid[1] + 1
+    assert made["spatial_shapes"].tolist() == [[8, 8]] * (num - 1) + [list(last)]
+    assert made["pixel_attention_mask"].sum(1).tolist() == [64] * (num - 1) + [last[0] * last[1]]
+    tokens = ImageTokens({"downsample_factor": 2}, {}, "[IMG]", str)
+    text = FAMILIES["lfm2_vl"].spelled(tokens, made)
+    theirs = SimpleNamespace(
+        image_token="[IMG]",
+        image_start_token="<|image_start|>",
+        image_end_token="<|image_end|>",
+        image_thumbnail_token="<|img_thumbnail|>",
+    )
+    assert text == Lfm2VlProcessor._build_image_tokens(theirs, *grid, 16, last[0] * last[1] // 4, True, True)
+
+
+def test_patches_of_lfm2_vl() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
+    made = Lfm2VlImageProcessor(Lfm2Images.SETTINGS)(images=[pixels])
+    assert made["spatial_shapes"].tolist() == [[4, 6]]
+    for place, found in enumerate(made["pixel_values"][0]):
+        row, column = divmod(place, 6)
+        wanted = pixels[4 * row : 4 * row + 4, 4 * column : 4 * column + 4] / 127.5 - 1
+        np.testing.assert_allclose(found, wanted.ravel(), atol=1e-6)
+
+
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
@@ -266,6 +378,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Config", CONFIGS_BOTH_WAYS["Gemma3Config"]),
     "idefics3": ("Idefics3Config", {**OF_FAMILIES["Idefics3Config"], "vision_config": SIGLIP, "scale_factor": 2}),
     "internvl": ("InternVLConfig", OF_FAMILIES["InternVLConfig"]),
+    "lfm2_vl": ("Lfm2VlConfig", OF_FAMILIES["Lfm2VlConfig"]),
     "llava_onevision": (
         "LlavaOnevisionConfig",
         {**OF_FAMILIES["LlavaOnevisionConfig"], "image_grid_pinpoints": PINPOINTS},
@@ -289,7 +402,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def checkpoint(folder: Path, kind: str) -> Theirs:
-    make, marks, named, ids, mark, _ = CASES["qwen3_vl" if kind == "qwen2_5_vl" else kind]
+    make, marks, named, ids, mark, _ = (CASES | OTHERS)[kind]
     backend = tokenizer_of([*marks, "<|im_start|>", "<|im_end|>"])
     end = backend.token_to_id("<|im_end|>")
     name, config = copy.deepcopy(TINY[kind])
@@ -345,7 +458,7 @@ def answer_of(theirs: Theirs, parts: list[str | Pillow.Image], **fields: Any) ->
     words = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
     prompt = processor.tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False)
     images = [part for part in parts if not isinstance(part, str)]
-    nested = theirs.folder.name in CASES and CASES[theirs.folder.name][-1]
+    nested = (CASES | OTHERS)[theirs.folder.name][-1]
     asked = processor(text=[prompt], images=[images] if nested else images, return_tensors="pt")
     answered = model.generate(**asked, **{"max_new_tokens": 16, "do_sample": False, **fields})[0]
     ids = asked["input_ids"][0].tolist()

@@ -189,6 +189,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
         )
         for name in ("Idefics3Config", "SmolVLMConfig")
     },
+    "Lfm2VlConfig": (
+        {
+            "text_config": TEXT
+            | {"model_type": "lfm2", "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False}
+            | {"layer_types": ["conv", "full_attention", "conv"]},
+            "vision_config": SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 16},
+            "image_token_id": PLACE,
+            "projector_hidden_size": 40,
+        },
+        {
+            "pixel_values": (2, 16, 48),
+            "pixel_attention_mask": [[1] * 16, [1] * 8 + [0] * 8],
+            "spatial_shapes": [[4, 4], [2, 4]],
+        },
+        [*run(4), MARK, *run(2)],
+    ),
     "InternVLConfig": (
         {
             "text_config": TEXT | {"model_type": "qwen2", "num_hidden_layers": 2},
@@ -229,6 +245,26 @@ for name, text in {
         {
             "pixel_values": (1, 24, 48),
             "image_position_ids": np.stack(np.meshgrid(np.arange(6), np.arange(4)), -1).reshape(1, 24, 2),
+        },
+        run(6),
+    )
+
+
+for wanted in ("vision", None):
+    FAMILIES[f"Gemma4UnifiedConfig {wanted or ''}"] = (
+        {
+            "text_config": TEXT
+            | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32}
+            | {"use_bidirectional_attention": wanted},
+            "vision_config": {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 16}
+            | {"output_proj_dims": 32},
+            "image_token_id": PLACE,
+        },
+        {
+            "pixel_values": (1, 8, 192),
+            "image_position_ids": np.stack(
+                [np.array([0, 1, 2, 0, 1, 2, -1, -1]), np.array([0, 0, 0, 1, 1, 1, -1, -1])], -1
+            )[None],
         },
         run(6),
     )
@@ -401,7 +437,9 @@ def test_images_of_other_families_say_what_transformers_says(name: str, folder: 
         replace(request(f"{i}", text + more, max_tokens=8, logprobs=1), spans=(span,), images=(image,))
         for i, more in enumerate([[], [23, 24, 25, 26], []])
     ]
-    scheduler = Scheduler(config := settings(max_num_batched_tokens=9))
+    config = settings(max_num_batched_tokens=9)
+    config = replace(config, state_blocks=state_blocks(found.model, config.block_size))
+    scheduler = Scheduler(config)
     served = serve(found.model, config, asked, apart=4, runner=runner_of(found, config), scheduler=scheduler)
     assert scheduler.stats.prefix_hit_tokens > 0
     for each in asked:
@@ -410,6 +448,15 @@ def test_images_of_other_families_say_what_transformers_says(name: str, folder: 
         tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
         if name.startswith("Gemma4"):
             tensors["mm_token_type_ids"] = (context == PLACE).int()
+        if name.startswith(
+            "Gemma4Unified"
+        ):  # whose forward, other than generate, lets images attend both ways everywhere
+            embedded = torch.zeros(*context.shape, 64)
+            places = torch.arange(context.shape[1])[None]
+            make = found.theirs.create_masks_for_generate
+            tensors["attention_mask"] = make(
+                found.theirs.config, embedded, None, None, places, tensors["mm_token_type_ids"]
+            )
         with torch.no_grad():
             logits = found.theirs(context, **tensors, use_cache=False).logits[0, len(each.prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == answer

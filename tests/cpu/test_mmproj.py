@@ -29,7 +29,7 @@ from server.app import create_app
 from server.settings.app_config import AppConfig
 from tests.cpu.mmproj_files import HALVES, write_text, write_vision
 from tests.cpu.model_driver import CPU
-from tests.cpu.test_image_prompts import CONVERSATIONS, POOL, TINY, Theirs, answer_of, checkpoint, sent
+from tests.cpu.test_image_prompts import CONVERSATIONS, POOL, TINY, Lfm2Images, Theirs, answer_of, checkpoint, sent
 from tests.cpu.test_images import CONFIGS, FAMILIES
 
 
@@ -69,7 +69,8 @@ def test_vectors_and_answers_are_those_of_the_checkpoint(kind: str, folder: Path
     config = fetch_models(EngineConfig(model=str(text), dtype="float32", **POOL), lambda progress: None)
     assert config.mmproj == str(vision)
     check_model(config, has_tokenizer=True)
-    images = ImagePreprocessor.of(text, tokenizer, mmproj=config.mmproj)
+    own = Lfm2Images.SETTINGS if kind == "lfm2_vl" else {}  # which a file has no keys for
+    images = ImagePreprocessor.of(text, tokenizer, own, mmproj=config.mmproj)
     wanted = ImagePreprocessor.of(theirs.folder, tokenizer)
     assert images is not None
     assert wanted is not None

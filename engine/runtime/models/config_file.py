@@ -53,9 +53,13 @@ _WRAPPERS = {
     "qwen3_vl_moe": "qwen3_moe",
     "smolvlm": "llama",
 }
-BOTH_WAYS = ("gemma3", "gemma4")  # those whose images attend both ways, the second where its config says so
+BOTH_WAYS = (
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+)  # those whose images attend both ways, Gemma 4's where their configs say so
 TOWERS = (
-    *BOTH_WAYS, "idefics3", "internvl", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
+    *BOTH_WAYS, "idefics3", "internvl", "lfm2_vl", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
     "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip  # those of them whose images are served
 _LLAMA = {
@@ -67,7 +71,7 @@ _LLAMA = {
     "max_position_embeddings": 2048,
 }
 # What published checkpoints leave out of `text_config`, as transformers has it.
-_LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+_LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -79,6 +83,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,
     },
+    "gemma4_unified_text": {"use_bidirectional_attention": "vision"},
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},

@@ -99,7 +99,7 @@ def sees_images(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
 def _attends_as_wanted(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> bool:
     """Return whether images attend to later tokens of theirs, where the model wants that."""
     kind, wanted = checkpoint.config.values.get("text_of"), checkpoint.config.values.get("use_bidirectional_attention")
-    is_causal = kind not in BOTH_WAYS or (kind == "gemma4" and wanted != "vision")
+    is_causal = kind not in BOTH_WAYS or (kind != "gemma3" and wanted != "vision")
     return is_causal or load_backend(config.attention_backend, device).capabilities.both_ways
 
 

@@ -5,6 +5,7 @@ engine/files/mmproj.py reads the settings.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -121,6 +122,12 @@ _NAMES = {
         "mm.model.mlp.1": f"{_PROJECTOR}linear_1",
         "mm.model.mlp.3": f"{_PROJECTOR}linear_2",
     },
+    "lfm2": {
+        **_siglip("model.vision_tower.vision_model."),
+        "mm.input_norm": f"{_PROJECTOR}layer_norm",
+        "mm.1": f"{_PROJECTOR}linear_1",
+        "mm.2": f"{_PROJECTOR}linear_2",
+    },
     "pixtral": {
         **_tower(
             "transformer.layers", _PIXTRAL_LAYER, "vision_tower.", {"patch_embd": "patch_conv", "pre_ln": "ln_pre"}
@@ -165,7 +172,7 @@ def _tensors(half: Mmproj) -> Iterator[StoredTensor]:
             ours, place = _named(half, _SWAPPED.sub(lambda role: swaps.get(role[0], role[0]), name), deep)
             joined.setdefault(ours, {})[place] = tensor
     for name, parts in joined.items():
-        yield _joined(name, [parts[place] for place in sorted(parts)], half.paired_rows)
+        yield _joined(half, name, [parts[place] for place in sorted(parts)])
 
 
 def _named(half: Mmproj, name: str, deep: Sequence[int]) -> tuple[str, int]:
@@ -181,27 +188,28 @@ def _named(half: Mmproj, name: str, deep: Sequence[int]) -> tuple[str, int]:
     return found.replace("*", number), 2 * list(names).index(known) + (whole != name)
 
 
-def _joined(name: str, parts: Sequence[GGUFTensor], paired_rows: int) -> StoredTensor:
+def _joined(half: Mmproj, name: str, parts: Sequence[GGUFTensor]) -> StoredTensor:
     """Return one tensor: the filters of an image as those of two frames, or rows behind each other."""
     shape = parts[0].shape
     if name.endswith(_THREE_SIDES):
         shape = (1,) * (3 - len(shape)) + shape
-    if len(parts) > 1:
-        shape = (
-            (*shape[:2], len(parts), *shape[2:])
-            if len(shape) == 4
-            else (sum(part.shape[0] for part in parts), *shape[1:])
-        )
+    elif half.projector == "lfm2" and len(shape) == 4:  # its module takes patches as rows of colours
+        shape = (shape[0], math.prod(shape[1:]))
+    elif len(parts) > 1:
+        rest = (len(parts), *shape[2:]) if len(shape) == 4 else ()
+        shape = (*shape[:2], *rest) if rest else (sum(part.shape[0] for part in parts), *shape[1:])
     num_bytes = sum(part.rows.nbytes for part in parts)
-    return StoredTensor(name, shape, num_bytes, parts[0].path, partial(_copy, parts, paired_rows), kind="F32")
+    return StoredTensor(name, shape, num_bytes, parts[0].path, partial(_copy, half, parts), kind="F32")
 
 
-def _copy(parts: Sequence[GGUFTensor], paired_rows: int, target: Tensor) -> None:
+def _copy(half: Mmproj, parts: Sequence[GGUFTensor], target: Tensor) -> None:
     import torch  # a config is read before torch is imported
 
     whole = []
     for part in parts:
         whole.append(torch.empty(part.shape))
-        rows = in_halves(part.rows, paired_rows) if part.name.endswith(_PAIRED) else part.rows
+        rows = in_halves(part.rows, half.paired_rows) if part.name.endswith(_PAIRED) else part.rows
         convert(rows, part.kind, whole[-1].view(len(rows), -1), np.float32(part.name in _OFFSET))
-    target.copy_((torch.stack(whole, 2) if target.dim() == 5 else torch.cat(whole)).view(target.shape))
+    if whole[0].dim() == 4 and target.dim() == 2:
+        whole = [whole[0].permute(0, 2, 3, 1)]
+    target.copy_((torch.stack(whole, 2) if target.dim() == 5 else torch.cat(whole)).reshape(target.shape))

@@ -282,6 +282,7 @@ def language_name(name: str) -> str | None:
 def read_tensors(file: SafetensorsFile, config: HFConfig, *, of_towers: bool = False) -> Iterator[StoredTensor]:
     """Yield the tensors of a file, of the language model or of the towers; one of the file may be several, or none."""
     path = str(file.path)
+    config = HFConfig({}, config.source) if of_towers else config  # which renames those of the language model alone
     for stored_name, span in file.spans.items():
         name = stored_name if of_towers else language_name(stored_name)
         if name is None or (of_towers and language_name(stored_name) is not None):

@@ -40,8 +40,9 @@ class ImageTokens(NamedTuple):
     @property
     def is_atomic(self) -> bool:
         """Return whether the tokens of an image attend to each other both ways."""
-        ways = self.config.get("text_config", {}).get("use_bidirectional_attention")
-        return self.config.get("model_type") == "gemma3" or ways == "vision"
+        kind, text = self.config.get("model_type"), self.config.get("text_config", {})
+        ways = text.get("use_bidirectional_attention", "vision" if kind == "gemma4_unified" else None)
+        return kind == "gemma3" or ways == "vision"
 
     def count(self, name: str) -> int:
         """Return how many vectors a tile has, if a file of the processor or the config names it; 0 if none does."""
@@ -129,6 +130,18 @@ def _tiles_of_internvl(_: ImageTokens) -> Values:
     return {"crop_to_patches": True}
 
 
+def _lfm2_vl(tokens: ImageTokens, made: Arrays) -> str:
+    """Return tiles in rows, and the whole image behind them, with a mark ahead of each."""
+    factor, columns = tokens.config["downsample_factor"], int(made["cols"])
+    tiles = [tokens.token * (-(-rows // factor) * -(-across // factor)) for rows, across in made["spatial_shapes"]]
+    if len(tiles) > 1:
+        marks = [
+            f"row_{place // columns + 1}_col_{place % columns + 1}" for place in range(columns * int(made["rows"]))
+        ]
+        tiles = [f"<|img_{mark}|>{tile}" for mark, tile in zip([*marks, "thumbnail"], tiles, strict=False)]
+    return f"<|image_start|>{''.join(tiles)}<|image_end|>"
+
+
 def _llava_onevision(tokens: ImageTokens, made: Arrays) -> str:
     """Return the whole image, and behind it one of the sizes that tiles make, in rows, without what was padded.
 
@@ -171,9 +184,11 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe": _QWEN,
     "gemma3": Family(_gemma3, mark="boi_token_index"),
     "gemma4": Family(_gemma4),
+    "gemma4_unified": Family(_gemma4),
     "mistral3": Family(_mistral3, options=_patches_of_mistral3),
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
     "internvl": Family(_internvl, options=_tiles_of_internvl),
+    "lfm2_vl": Family(_lfm2_vl),
     "llava_onevision": Family(_llava_onevision, is_coarse_in_company=True),
 }

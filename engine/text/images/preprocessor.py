@@ -27,6 +27,7 @@ from engine.system.calls import TRANSFORMERS, foreign_code
 from engine.text.generation_config import read_json_beside
 from engine.text.images.decoder import refused
 from engine.text.images.families import COUNTS, FAMILIES, Family, ImageTokens, grid_of
+from engine.text.images.lfm2_vl import Lfm2VlImageProcessor
 from engine.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class ImagePreprocessor:
                 names = {token: token for token in tokenizer.special_tokens}
             token = names[config["image_token_id" if "image_token_id" in config else "image_token_index"]]
             tokens = ImageTokens(config, own, token, lambda name: names[config[name]])
-            processor = _load_processor(model if mmproj is None else own, options)
+            processor = _load_processor(model if mmproj is None else None, own, options)
             made = cls(FAMILIES[config["model_type"]], tokens, processor, tokenizer, options, limits)
             made.prepare(np.zeros((64, 64, 3), np.uint8), "the start")  # so that what a file lacks is known now
         return made
@@ -250,16 +251,23 @@ def _most_images(limits: Mapping[str, Any]) -> int:
     return count
 
 
-def _load_processor(source: Path | Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Return the image processor of a folder, or of what a file of it would say."""
+def _load_processor(folder: Path | None, own: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Return the image processor of some settings, which a folder has unless it is None."""
     import transformers  # seconds to import; only models with a tower need it
 
-    if isinstance(source, Path):
-        how = {"backend": "pil", "local_files_only": True, "trust_remote_code": False, "return_unused_kwargs": True}
-        made, unused = transformers.AutoImageProcessor.from_pretrained(str(source), **how, **options)
+    kind, unused = own.get("image_processor_type", ""), options
+    if kind.startswith("Lfm2Vl"):
+        made: Any = Lfm2VlImageProcessor({**own, **options})
+    elif kind.startswith("Gemma4Unified"):  # whose merged patches are larger ones; its class needs another library
+        side = own.get("patch_size", 16) * own.get("pooling_kernel_size", 3)
+        made = transformers.Gemma4ImageProcessorPil.from_dict(
+            {**own, **options, "patch_size": side, "pooling_kernel_size": 1}
+        )
+    elif folder is None:
+        made = getattr(transformers, f"{kind}Pil").from_dict({**own, **options})
     else:
-        kind = getattr(transformers, f"{source['image_processor_type']}Pil")
-        made, unused = kind.from_dict({**source, **options}), options
+        how = {"backend": "pil", "local_files_only": True, "trust_remote_code": False, "return_unused_kwargs": True}
+        made, unused = transformers.AutoImageProcessor.from_pretrained(str(folder), **how, **options)
     known = made.valid_kwargs.__annotations__
     if beyond := options.keys() & unused.keys() - known.keys():
         raise ConfigError(
