@@ -66,6 +66,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages/count_tokens", {"messages": HELLO, "system": [{"type": "text", "text": "s"}]}),
     ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64"}),
     ("/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
+    ("/pooling", {"input": ["a", "b"]}),
+    ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+    ("/classify", {"input": ["a", "b"]}),
     ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
     ("/tokenize", {"messages": HELLO}),
     ("/detokenize", {"tokens": [104, 105] * 30}),
@@ -113,7 +116,8 @@ def test_every_json_route_has_the_one_door() -> None:
             calls = [getattr(part.call, "__qualname__", "") for part in route.dependant.dependencies]
             doors[route.path] = "json_body.<locals>.read" in calls
     assert {path for path, has_door in doors.items() if not has_door} == exempt
-    assert {path for path, _ in BODIES} | {"/score", "/v1/unload_lora_adapter"} == doors.keys() - exempt
+    others = {"/score", "/v1/unload_lora_adapter", "/rerank", "/v2/rerank", "/v1/classify"}
+    assert {path for path, _ in BODIES} | others == doors.keys() - exempt
 
 
 def test_nothing_else_reads_a_body() -> None:
