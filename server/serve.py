@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
@@ -47,7 +47,7 @@ from server.tenancy.tenancy import read_tenants
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from engine.handle import EngineHandle
+    from engine.handle import EngineFacts, EngineHandle
     from engine.system.progress import StartupProgress
     from engine.text.images.preprocessor import ImagePreprocessor
     from engine.text.tokenizer import TextTokenizer
@@ -208,7 +208,8 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
         host, port = listener.getsockname()[:2]
         url = f"{'http' if plan.tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("ready in %.1f s: %s serves %s", time.monotonic() - plan.started_s, url, name)
-        log.info("try: %s", _curl(_reachable(url), name, has_key=bool(app_config.api_keys or app_config.tenants)))
+        has_key = bool(app_config.api_keys or app_config.tenants)
+        log.info("try: %s", _curl(_reachable(url), name, app.state.engine.facts, has_key=has_key))
 
     forget_headers()
     hide_from_collector()
@@ -347,13 +348,12 @@ def _reachable(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _curl(url: str, name: str, *, has_key: bool) -> str:
+def _curl(url: str, name: str, facts: EngineFacts, *, has_key: bool) -> str:
     """Return a command to paste into a shell."""
-    body = {
-        "model": name,
-        "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
-        "temperature": 0,
-        "max_tokens": 64,
-    }
+    body: dict[str, Any] = {"model": name, "input": "Tokyo is the capital of Japan."}
+    path = "classify" if facts.vectors.labels else "embeddings"
+    if facts.generates:
+        path, question = "chat/completions", {"role": "user", "content": "What is the capital of Japan?"}
+        body = {"model": name, "messages": [question], "temperature": 0, "max_tokens": 64}
     key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if has_key else ""
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    return f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"

@@ -20,7 +20,8 @@ CLASSIFIER = "ForSequenceClassification"
 _MAX_BYTES = 1 << 20
 _POOLINGS = {"cls": Pooling.CLS, "mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
 _ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu", "Sigmoid": "sigmoid"}
-_GGUF_POOLINGS = {1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST, 4: Pooling.CLS}
+_GGUF_POOLINGS = {1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST}
+_GGUF_RANK = 4
 
 
 class DenseModule(NamedTuple):
@@ -80,6 +81,8 @@ def read_vectors(config: HFConfig, path: Path, *, is_encoder: bool) -> VectorSet
         return _classifier(config, is_encoder=is_encoder)
     found = VectorSettings(pooling=Pooling.MEAN if is_encoder else Pooling.LAST)
     if not (path / MODULES).is_file():
+        if config.integer("pooling_type", 0) == _GGUF_RANK:
+            raise ModelLoadError(f"{config.source}: a reranker's head is read from safetensors alone; serve those.")
         number = config.integer("pooling_type", 0)  # of a GGUF file
         return replace(found, pooling=_GGUF_POOLINGS.get(number, found.pooling), is_embedder=is_encoder or number > 0)
     found = replace(found, is_embedder=True, normalizes=False)

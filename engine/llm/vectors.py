@@ -203,8 +203,7 @@ class VectorMethods:
 
     def _pooled(self, pooling: str, lora: str | None) -> PoolingParams:
         check_choice("pooling", pooling, [each.value for each in Pooling], ("auto",))
-        chosen = self._limits.vectors.pooling if pooling == "auto" else Pooling(pooling)
-        return PoolingParams(pooling=chosen, adapter=self._adapter(lora))
+        return PoolingParams(pooling=VectorReader(self._limits).pooling(pooling), adapter=self._adapter(lora))
 
     def _reading(self, prompt: Prompt, params: Params, truncation: Truncation = _WHOLE, before: str = "") -> Job:
         """Return the job of a prompt that is only read. Raises ClientError."""

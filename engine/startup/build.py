@@ -26,6 +26,7 @@ from engine.core.types import Progress, ReportProgress
 from engine.handle import EngineFacts
 from engine.loop import Engine, Outbound
 from engine.resources import EngineResources
+from engine.runtime.attention.backend import AttentionBackend
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.device import check_device
@@ -148,11 +149,23 @@ class _Parts:
         states = sum(spec.bytes_a_token(self.kv_dtype) for spec in attends(self.states))
         return self.config.block_size * states + self._drafts_bytes
 
+    def _backend(self) -> AttentionBackend:
+        """Return the attention backend; of a model that attends both ways, one that can. Raises ConfigError."""
+        name = self.config.attention_backend
+        backend = load_backend(name, self.device)
+        if not self.model.capabilities.both_ways or backend.capabilities.both_ways:
+            return backend
+        if name != "auto":
+            raise ConfigError(
+                f"--attention-backend is {name!r}, and this model attends both ways, which it cannot; use 'torch'."
+            )
+        return load_backend("torch", self.device)
+
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
         """Return a runner with a new pool."""
         kv_cache = KVCache(
             self.states,
-            load_backend(self.config.attention_backend, self.device),
+            self._backend(),
             num_blocks=settings.num_blocks,
             block_size=settings.block_size,
             dtype=self.kv_dtype,
@@ -455,7 +468,8 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, more_bytes: int) -> P
 
 def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bool:
     """Return whether decode steps are captured as CUDA graphs."""
-    is_wanted = device.type == "cuda" and not config.enforce_eager and model.capabilities.graphs and has_triton(device)
+    can = model.capabilities.graphs and not model.capabilities.both_ways
+    is_wanted = device.type == "cuda" and not config.enforce_eager and can and has_triton(device)
     return is_wanted and load_backend(config.attention_backend, device).capabilities.graphs
 
 

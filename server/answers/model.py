@@ -85,6 +85,7 @@ class ServedModel:
         self.preprocessor = preprocessor
         self.tokenizer = preprocessor.limits.tokenizer
         self.reader = VectorReader(preprocessor.limits)
+        self.reader.pooling(config.pooling)  # or raises
         self.names, self._aliases = config.served_model_names, config.model_aliases
         self.started_s = int(time.time())
         self._prepared: asyncio.Future[None] | None = None  # once the engine has the vocabulary

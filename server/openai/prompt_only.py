@@ -9,14 +9,14 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError, UnsupportedError
-from engine.core.types import Adapter, Pooling, PoolingParams, PromptInfo
+from engine.core.types import Adapter, PoolingParams, PromptInfo
 from engine.core.types import Request as EngineRequest
 from engine.text.chat.choice import TextRules
 from engine.text.fields.body import Integer, Refused
@@ -110,6 +110,27 @@ def _shape_some(infos: list[tuple[int, PromptInfo]], shape: Callable[[int, Promp
 
 
 MAX_INLINE_VECTORS = 16  # about 2 ms; more are written on a worker thread
+
+
+class Numbers(ResponseBody):
+    """What lists of numbers have beside them."""
+
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    object: str = Field(description="Which kind of object this is.")
+    created: int = Field(description="When it was made, in seconds since 1970.")
+    model: str = Field(description="The model or adapter that answered.")
+    usage: Usage = Field(description="How many tokens were read and generated.")
+
+
+def beside(requests: Sequence[EngineRequest], model: str, generation: Generation, prefix: str) -> dict[str, Any]:
+    """Return the fields of Numbers."""
+    return {
+        "id": prefix + answer_id(requests),
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "usage": generation.usage,
+    }
 
 
 class EmbeddingBody(PromptOnlyBody):
@@ -218,15 +239,10 @@ class PooledData(ResponseBody):
     data: list[float] | str = Field(description="The vector, as numbers or as base64.")
 
 
-class PooledList(ResponseBody):
+class PooledList(Numbers):
     """The answer, one entry an input, in order; vLLM's shape."""
 
-    id: str = Field(description="The object's name; stored objects are found by it.")
-    object: str = Field(description="Which kind of object this is.")
-    created: int = Field(description="When it was made, in seconds since 1970.")
-    model: str = Field(description="The model or adapter that answered.")
     data: list[PooledData] = Field(description="The items.")
-    usage: Usage = Field(description="How many tokens were read and generated.")
 
 
 @router.post("/pooling", responses=answers(PooledList))
@@ -251,14 +267,8 @@ async def create_pooling(
         activation = settings.activation if body.use_activation else ""
         vectors = [activated(info.pooled or (), activation) for info in infos]
         shaped = [body.shape(each, normalizes=settings.normalizes and body.use_activation) for each in vectors]
-        return PooledList(
-            id=f"pool-{answer_id(requests)}",
-            object="list",
-            created=int(time.time()),
-            model=named.name,
-            data=[PooledData(object="pooling", index=index, data=each) for index, each in enumerate(shaped)],
-            usage=generation.usage,
-        ).json_bytes()
+        data = [PooledData(object="pooling", index=index, data=each) for index, each in enumerate(shaped)]
+        return PooledList(data=data, **beside(requests, named.name, generation, "pool-")).json_bytes()
 
     return with_timings(await run_slowly(document), generation, body)
 
@@ -294,5 +304,4 @@ async def read_inputs(
 
 def pooling_params(model: ServedModel, config: AppConfig) -> PoolingParams:
     """Return the parameters of prompts that are pooled."""
-    chosen = model.reader.settings.pooling if config.pooling == "auto" else Pooling(config.pooling)
-    return PoolingParams(pooling=chosen)
+    return PoolingParams(pooling=model.reader.pooling(config.pooling))

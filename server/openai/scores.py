@@ -8,7 +8,6 @@ the cosine of their vectors.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -34,7 +33,15 @@ from server.answers.respond import answer_id, with_timings
 from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.completions import Prompts
-from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, pooling_params, read_inputs, shape_each
+from server.openai.prompt_only import (
+    Numbers,
+    PromptOnlyBody,
+    beside,
+    check_num_inputs,
+    pooling_params,
+    read_inputs,
+    shape_each,
+)
 from server.protocol.documents import ResponseBody, Usage
 from server.settings.app_config import AppConfig
 
@@ -77,15 +84,10 @@ class Score(ResponseBody):
     score: float = Field(description="The log likelihood.")
 
 
-class Scores(ResponseBody):
+class Scores(Numbers):
     """The answer, one entry a pair, in order; vLLM's shape."""
 
-    id: str = Field(description="The object's name; stored objects are found by it.")
-    object: str = Field(description="Which kind of object this is.")
-    created: int = Field(description="When it was made, in seconds since 1970.")
-    model: str = Field(description="The model or adapter that answered.")
     data: list[Score] = Field(description="The items.")
-    usage: Usage = Field(description="How many tokens were read and generated.")
 
 
 @router.post("/v1/score", responses=answers(Scores))
@@ -103,14 +105,8 @@ async def create_score(
     requests = responder.requests(body, named.adapter, plan.prompts, [plan.params] * len(plan.prompts))
     shaped, generation = await shape_each(http, responder, body, requests, plan.shape)
     values = await aside(lambda: plan.finish(shaped))
-    made = Scores(
-        id=f"score-{answer_id(requests)}",
-        object="list",
-        created=int(time.time()),
-        model=named.name,
-        data=[Score(object="score", index=index, score=value) for index, value in enumerate(values)],
-        usage=generation.usage,
-    )
+    data = [Score(object="score", index=index, score=value) for index, value in enumerate(values)]
+    made = Scores(data=data, **beside(requests, named.name, generation, "score-"))
     return with_timings(made.json_bytes(), generation, body)
 
 
@@ -309,15 +305,10 @@ class Classified(ResponseBody):
     num_classes: int = Field(description="How many labels there are.")
 
 
-class Classes(ResponseBody):
+class Classes(Numbers):
     """The answer, one entry an input, in order; vLLM's shape."""
 
-    id: str = Field(description="The object's name; stored objects are found by it.")
-    object: str = Field(description="Which kind of object this is.")
-    created: int = Field(description="When it was made, in seconds since 1970.")
-    model: str = Field(description="The model or adapter that answered.")
     data: list[Classified] = Field(description="The items.")
-    usage: Usage = Field(description="How many tokens were read and generated.")
 
 
 @router.post("/v1/classify", responses=answers(Classes))
@@ -340,12 +331,5 @@ async def classify(
         return Classified(index=index, label=label, probs=scores, num_classes=len(scores))
 
     data, generation = await shape_each(http, responder, body, requests, shape)
-    made = Classes(
-        id=f"classify-{answer_id(requests)}",
-        object="list",
-        created=int(time.time()),
-        model=named.name,
-        data=data,
-        usage=generation.usage,
-    )
+    made = Classes(data=data, **beside(requests, named.name, generation, "classify-"))
     return with_timings(made.json_bytes(), generation, body)

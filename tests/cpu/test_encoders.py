@@ -344,14 +344,11 @@ def test_a_cross_encoder_ranks_pairs(tmp_path: Path) -> None:
 
 
 def test_a_causal_model_becomes_a_reranker_by_two_tokens(tmp_path: Path) -> None:
-    """As vLLM's --hf-overrides have it: how much likelier "yes" is than "no" behind Qwen3-Reranker's template."""
+    """By its name, or as vLLM's --hf-overrides have it: how much likelier "yes" is than "no" behind Qwen3-Reranker's template."""
+    tmp_path = tmp_path / "Qwen3-Reranker-tiny"
     kind = "Qwen3", CLASSIFIERS["qwen3"][1] | {"max_position_embeddings": 200}
     model = save(tmp_path, kind, "ForCausalLM", tie_word_embeddings=True)
-    overrides = {
-        "architectures": ["Qwen3ForSequenceClassification"],
-        "classifier_from_token": ["w30", "w31"],
-        "is_original_qwen3_reranker": True,
-    }
+    overrides: dict[str, Any] = {"classifier_from_token": ["w30", "w31"]}
     with LLM(str(tmp_path), dtype="float32", hf_overrides=overrides, **ENGINE) as llm:
         (ranked,) = llm.rerank("w20", ["w40 w41"], progress=False)
         (output,) = llm.score("w20", "w40 w41", progress=False)
@@ -363,7 +360,7 @@ def test_a_causal_model_becomes_a_reranker_by_two_tokens(tmp_path: Path) -> None
         assert (
             output.outputs.score == ranked.score == pytest.approx(float((logits[31] - logits[30]).sigmoid()), abs=1e-5)
         )
-    plain = {key: value for key, value in overrides.items() if key != "is_original_qwen3_reranker"}
+    plain = overrides | {"is_original_qwen3_reranker": False}
     with LLM(str(tmp_path), dtype="float32", hf_overrides=plain, **ENGINE) as llm:
         (each,) = llm.classify(given([ids]), use_activation=False, progress=False)
         assert each.outputs.probs == pytest.approx([float(logits[30]), float(logits[31])], abs=1e-4)
@@ -473,7 +470,7 @@ def test_encoders_are_read_from_gguf(arch: str, tmp_path: Path) -> None:
 
 def test_a_rerankers_head_in_gguf_is_refused(tmp_path: Path) -> None:
     save(tmp_path, KINDS["bert"])
-    with pytest.raises(ModelLoadError, match="a reranker's head, which Quire reads from safetensors alone"):
+    with pytest.raises(ModelLoadError, match="a reranker's head is read from safetensors alone"):
         check_model(EngineConfig(model=str(write_gguf(tmp_path, "bert", pooling=4))))
 
 

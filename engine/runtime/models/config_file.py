@@ -185,13 +185,23 @@ def is_encoder(values: Mapping[str, Any]) -> bool:
     return values.get("model_type") in ENCODERS and not values.get("is_decoder")
 
 
+_QWEN3_RERANKER: Mapping[str, Any] = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["no", "yes"],
+    "is_original_qwen3_reranker": True,
+}
 _ROPES = ("rope_scaling", "rope_parameters")
 _STRETCHING = ("yarn", "linear")  # kinds of rope that multiply the length a model was made for by their factor
 _LENGTH, _TRAINED = "max_position_embeddings", "original_max_position_embeddings"
 
 
 def override(config: HFConfig, overrides: Mapping[str, Any] | None) -> HFConfig:
-    """Return a config with other values for some keys; those of an object that it has are merged. Raises ConfigError."""
+    """Return a config with other values for some keys; those of an object that it has are merged. Raises ConfigError.
+
+    A model that is called Qwen3-Reranker is one: its config.json is a causal model's.
+    """
+    if "qwen3-reranker" in config.source.lower() and config.values.get("model_type") == "qwen3":
+        overrides = {**_QWEN3_RERANKER, **(overrides or {})}
     if not overrides:
         return config
     values = dict(config.values)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
-from engine.core.types import Progress, ReportProgress
+from engine.core.types import Pooling, Progress, ReportProgress
 from engine.files.formats import FORMATS, choose_format
 from engine.files.hf_config import HFConfig
 from engine.files.vector_files import VectorSettings, read_vectors
@@ -291,7 +291,8 @@ def load_decoder(
         report(Progress("text", f"{kind} serves {seen} refused{why}"))
     if not model_config.has_head:
         _require_no_drafts(config)
-        report(Progress("head", "the checkpoint has no LM head; the model makes vectors, and generation is refused"))
+        does = f"scores {', '.join(vectors.labels)}" if vectors.labels else "makes vectors"
+        report(Progress("head", f"the model {does}, without an LM head; generation is refused"))
     check_size(checkpoint, model_config.num_weights, dtype, device)
     served_len = config.max_model_len or model_config.max_positions
     shards = None
@@ -352,6 +353,11 @@ def _add_pooler(
     make = Maker(torch.float32, model.device, Scheme(), loads=model.loads, targets={})
     model.vectors = vectors
     model.pooler = make_pooler(vectors, config, own, make, path)
+    is_divided = isinstance(own, ModelConfig) and not own.both_ways and vectors.pooling is Pooling.MEAN
+    if model.pooler is not None and is_divided and not model.pooler.comes_first:
+        raise ModelLoadError(
+            f"{config.source}: dense modules behind the mean of a causal model's states are not served."
+        )
     model.max_model_len = min(model.max_model_len, vectors.max_tokens or model.max_model_len)
 
 

@@ -60,7 +60,8 @@ def make_pooler(
         pooler = Pooler(settings.dense[-1].num_outputs)
         for module in settings.dense:
             weight, bias = _stored(module.folder, (module.num_outputs, module.num_inputs), has_bias=module.has_bias)
-            pooler.parts += [pack(weight, bias), *_activation(module.activation)]
+            bias = None if bias is None else bias.to(make.device)
+            pooler.parts += [pack(weight.to(make.device), bias), *_activation(module.activation)]
         return pooler
     if not settings.labels:
         return None
@@ -119,6 +120,7 @@ def _from_tokens(
         rows = torch.empty(len(ids), hidden)
         for row, token_id in zip(rows, ids, strict=True):
             cut(stored[name], Cut(token_id, 1, shape[0])).copy_to(row[None])
-        pooler.parts.append(pack((rows[1:] - rows[:1]) if settings.is_difference else rows))
+        wanted = rows[1:] - rows[:1] if settings.is_difference else rows
+        pooler.parts.append(pack(wanted.to(make.device)))
 
     make.loads.append(Load({name: shape}, take))

@@ -1,4 +1,4 @@
-"""Metadata of GGUF files of encoders as a config.json. llama.cpp writes rerankers' heads, too, which are not read here."""
+"""Metadata of GGUF files of encoders as a config.json."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 from engine.core.errors import ModelLoadError
 from engine.runtime.weights.gguf_config import File, gemma3, has
-
-_RANK = 4  # llama.cpp's pooling of a reranker
 
 
 def bert(file: File) -> dict[str, Any]:
@@ -53,7 +51,7 @@ def gemma_embedding(file: File) -> dict[str, Any]:
 
 def _refuse(file: File) -> None:
     """Raise ModelLoadError for a file with more behind its last layer."""
-    if file.meta.integer("pooling_type", 0) == _RANK or any(name.startswith(("dense_", "cls")) for name in file.shapes):
+    if any(name.startswith(("dense_", "cls")) for name in file.shapes):
         raise ModelLoadError(
-            f"{file.meta.source}: the file has dense modules or a reranker's head, which Quire reads from safetensors alone."
+            f"{file.meta.source}: the file has dense modules or a classifier's head, which are read from safetensors alone."
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.core.errors import InvalidRequestError, shorten
+from engine.core.errors import ConfigError, InvalidRequestError, shorten
+from engine.core.types import Pooling
 from engine.text.chat.limits import ModelLimits
 
 # Of Qwen3-Reranker's card.
@@ -44,6 +45,16 @@ class VectorReader:
 
     def __init__(self, limits: ModelLimits) -> None:
         self._limits, self._tokenizer, self.settings = limits, limits.tokenizer, limits.vectors
+
+    def pooling(self, asked: str) -> Pooling:
+        """Return how vectors are made, as asked or as the model's files say. Raises ConfigError."""
+        if asked == "auto":
+            return self.settings.pooling
+        if self.settings.labels or self.settings.dense:
+            raise ConfigError(
+                f"The pooling is {asked!r}, and what this model has behind it fits its own alone; leave it out."
+            )
+        return Pooling(asked)
 
     def truncation(self, most: int | None, side: str | None) -> Truncation:
         """Return what two fields of a request ask for; -1 is as many as the model takes. Raises InvalidRequestError."""
