@@ -15,6 +15,7 @@ from engine.core.errors import ModelLoadError
 _MAX_SIZE = 1 << 40
 
 T = TypeVar("T", int, float, bool, str)
+Known = TypeVar("Known")
 
 
 class HFConfig:
@@ -57,6 +58,13 @@ class HFConfig:
 
     def text(self, key: str, default: str | None = None) -> str:
         return self._read(key, str, default)
+
+    def chosen(self, key: str, known: Mapping[str, Known], default: str | None = None) -> Known:
+        """Return what a string stands for."""
+        name = self.text(key, default)
+        if name not in known:
+            raise self.error(key, f"one of {', '.join(known)}")
+        return known[name]
 
     def optional_integer(self, key: str) -> int | None:
         return self.integer(key) if self.has(key) else None

@@ -56,10 +56,7 @@ def head_dim(hf: HFConfig) -> int:
 
 
 def activation(hf: HFConfig, key: str, default: str) -> Activation:
-    name = hf.text(key, default)
-    if name not in _ACTIVATIONS:
-        raise hf.error(key, f"one of {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
+    return hf.chosen(key, _ACTIVATIONS, default)
 
 
 def heads(hf: HFConfig) -> HeadsConfig:

@@ -81,7 +81,7 @@ def bert(hf: HFConfig) -> EncoderConfig:
         num_heads=hf.size("num_attention_heads"),
         max_positions=hf.size("max_position_embeddings"),
         norm_eps=hf.positive("layer_norm_eps", 1e-12),
-        activation=_activation(hf, "hidden_act", "gelu"),
+        activation=hf.chosen("hidden_act", _ACTIVATIONS, "gelu"),
         ropes=(None,) * num_layers,
         reaches=(None,) * num_layers,
         num_position_rows=hf.size("num_position_rows", hf.size("max_position_embeddings")),
@@ -138,7 +138,7 @@ def modernbert(hf: HFConfig) -> EncoderConfig:
     reach, bias, mlp_bias = hf.size("local_attention", 128) // 2, hf.flag("attention_bias"), hf.flag("mlp_bias")
     kinds = common.layer_types(hf, types)
     has_bias = hf.flag("classifier_bias")
-    activation = _activation(hf, "classifier_activation", "gelu")
+    activation = hf.chosen("classifier_activation", _ACTIVATIONS, "gelu")
     return EncoderConfig(
         vocab_size=hf.size("vocab_size"),
         hidden_size=hf.size("hidden_size"),
@@ -146,7 +146,7 @@ def modernbert(hf: HFConfig) -> EncoderConfig:
         num_heads=hf.size("num_attention_heads"),
         max_positions=hf.size("max_position_embeddings"),
         norm_eps=hf.positive("norm_eps", 1e-5),
-        activation=_activation(hf, "hidden_activation", "gelu"),
+        activation=hf.chosen("hidden_activation", _ACTIVATIONS, "gelu"),
         ropes=tuple(ropes),
         reaches=tuple(reach if kind == common.SLIDING else None for kind in kinds),
         is_gated=True,
@@ -187,7 +187,7 @@ def _rotated(hf: HFConfig, *, theta: float, activation: str, has_biases: bool) -
     own = bert(HFConfig({**hf.values, "hidden_act": "gelu", "position_embedding_type": "absolute"}, hf.source))
     return replace(
         own,
-        activation=_activation(hf, "hidden_act", activation),
+        activation=hf.chosen("hidden_act", _ACTIVATIONS, activation),
         ropes=(common.rope(hf, theta=theta),) * num_layers,
         is_gated=True,
         num_position_rows=0,
@@ -196,13 +196,6 @@ def _rotated(hf: HFConfig, *, theta: float, activation: str, has_biases: bool) -
         up_bias=False,
         down_bias=has_biases,
     )
-
-
-def _activation(hf: HFConfig, key: str, default: str) -> str:
-    name = hf.text(key, default)
-    if name not in _ACTIVATIONS:
-        raise hf.error(key, f"one of {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
 
 
 def _renamed(hf: HFConfig, names: Mapping[str, str], **more: object) -> HFConfig:
