@@ -18,6 +18,7 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError, UnsupportedError
 from engine.core.types import Params, PromptInfo, SamplingParams
 from engine.text.fields.body import Integer, Refused, RequestBody
+from engine.text.fields.sampling import listed
 from engine.text.prompt_results import (
     Reduction,
     activated,
@@ -48,11 +49,7 @@ from server.settings.app_config import AppConfig
 router = APIRouter()
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Texts = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str]), Field(min_length=1)]
+Texts = Annotated[list[str], BeforeValidator(listed, json_schema_input_type=str | list[str]), Field(min_length=1)]
 
 
 class ScoreBody(PromptOnlyBody):

@@ -154,11 +154,8 @@ class MoE:
         self._group.all_reduce(total)
         return total.to(x.dtype)
 
-    def in_torch(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        """Return the same of this rank alone, by the definition."""
-        return self._total(x, routed).to(x.dtype)
-
     def _total(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Return a float32 total [T, hidden] of this rank alone, by the definition."""
         return self._with_shared(self._routed(x, routed), x)
 
     def _with_shared(self, total: Tensor, x: Tensor) -> Tensor:

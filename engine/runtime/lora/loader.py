@@ -29,6 +29,7 @@ from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import AdaptersArgs, LowRankArgs
 from engine.runtime.schemes.linear import Addend, Linear, pack
 from engine.runtime.transfer import to_device
+from engine.runtime.weights.checkpoint import FLOATS
 from engine.runtime.weights.safetensors import language_name
 from engine.sources.adapter_config import LoraConfig, check_folder
 
@@ -115,7 +116,6 @@ def _describe(layers: Sequence[Sequence[LowRank | None]]) -> Array[LowRankArgs] 
 
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 class _Part(NamedTuple):
@@ -188,7 +188,7 @@ class LoraLoader:
             if found is None or language_name(found["module"]) not in self._targets:
                 raise AdapterLoadError(self._unknown(folder, name, found))
             view = file.get_slice(name)
-            if view.get_dtype() not in _FLOATS:
+            if view.get_dtype() not in FLOATS:
                 raise AdapterLoadError(f"{folder}: {name} is stored as {view.get_dtype()}; it must be a float.")
             shapes.setdefault(found["module"], {})[found["side"]] = tuple(view.get_shape())
         if not shapes:

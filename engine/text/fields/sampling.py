@@ -43,7 +43,7 @@ _CONSTRAINING = frozenset(
 )
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
@@ -172,7 +172,7 @@ class SamplingFields(QueueFields, ConstraintFields):
     )
     stop: Annotated[
         list[StopString],
-        BeforeValidator(_listed, json_schema_input_type=StopString | list[StopString]),
+        BeforeValidator(listed, json_schema_input_type=StopString | list[StopString]),
         Field(max_length=MAX_STOPS),
     ] = Field(default_factory=list, description="Texts that end the answer; they are not part of it.")
     stop_token_ids: list[int] = Field(
