@@ -492,6 +492,22 @@ def test_files_that_ask_for_more_are_refused(name: str, tmp_path: Path) -> None:
         check_model(EngineConfig(model=str(tmp_path)))
 
 
+def test_an_encoder_takes_no_adapters_and_drafts_nothing(tmp_path: Path) -> None:
+    save(tmp_path, KINDS["bert"])
+    ngrams = {"method": "ngram", "num_speculative_tokens": 2}
+    for settings, sentence in (
+        ({"allow_runtime_lora_updating": True}, "an encoder takes no adapters"),
+        ({"speculative_config": ngrams}, "it generates none"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            build_engine(EngineConfig(model=str(tmp_path), **ENGINE, **settings), lambda _: None)
+    with (
+        LLM(str(tmp_path), dtype="float32", **ENGINE) as llm,
+        pytest.raises(ConfigError, match="choose auto, last, mean, cls"),
+    ):
+        llm.embed("w5", pooling="max")
+
+
 def test_classes_and_kinds_that_are_not_served_are_refused(tmp_path: Path) -> None:
     save(tmp_path, KINDS["bert"], "ForTokenClassification")
     with pytest.raises(ModelLoadError, match="answers for each token"):

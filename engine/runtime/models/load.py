@@ -66,6 +66,9 @@ def load_model(
     """Build the model on `device` in `dtype` and fill it, reporting progress to `report`."""
     checkpoint, here = _open(config, device, dtype)
     scheme = choose_scheme(config.quantization, here)
+    if is_encoder(checkpoint.config.values) and (config.num_loras or group.size > 1):
+        flag = "--tensor-parallel-size" if group.size > 1 else "--lora-modules"
+        raise ConfigError(f"{flag}: an encoder takes no adapters, and cannot be divided; leave it out.")
     if config.num_loras:
         _require_adaptable(config, scheme, here, checkpoint.config)
     if group.size > 1:
