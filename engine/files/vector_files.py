@@ -81,12 +81,14 @@ def read_vectors(config: HFConfig, path: Path, *, is_encoder: bool) -> VectorSet
         return _classifier(config, is_encoder=is_encoder)
     found = VectorSettings(pooling=Pooling.MEAN if is_encoder else Pooling.LAST)
     if not (path / MODULES).is_file():
-        if config.integer("pooling_type", 0) == _GGUF_RANK:
-            raise ModelLoadError(f"{config.source}: a reranker's head is read from safetensors alone; serve those.")
         number = config.integer("pooling_type", 0)  # of a GGUF file
+        if number == _GGUF_RANK:
+            raise ModelLoadError(f"{config.source}: a reranker's head is read from safetensors alone; serve those.")
         return replace(found, pooling=_GGUF_POOLINGS.get(number, found.pooling), is_embedder=is_encoder or number > 0)
     found = replace(found, is_embedder=True, normalizes=False)
     for module in _list_of(path / MODULES):
+        if Path(module.text("path", "")).name != module.text("path", ""):
+            raise module.error("path", "a folder beside the model")
         folder = path / module.text("path", "")
         kind = module.text("type").rpartition(".")[2]
         if kind == "Pooling":

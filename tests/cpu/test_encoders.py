@@ -478,6 +478,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sparse": ({"modules": [{"type": "sentence_transformers.sparse_encoder.models.SpladePooling", "path": "1_Pooling"}]}, "sparse vectors are not served"),
     "two poolings": ({"1_Pooling__config": {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}}, "pooled by cls and max"),
     "no pooling": ({"1_Pooling__config": {"pooling_mode": "weightedmean"}}, "pooled by weightedmean"),
+    "a folder elsewhere": ({"modules": [{"type": "models.Pooling", "path": "../1_Pooling"}]}, "a folder beside the model"),
     "no list": ({"modules": {}}, "is no list of modules"),
     "a prompt outside": ({"1_Pooling__config": {"pooling_mode": "mean", "include_prompt": False}}, "include_prompt"),
 }  # fmt: skip
