@@ -439,7 +439,7 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
 
 def test_every_family_has_a_case() -> None:
     covered = {case.build().model_type for case in CASES.values()}
-    assert covered == set(FAMILIES)
+    assert covered == set(FAMILIES) - {"eurobert"}  # it attends both ways: test_encoders.py compares it
 
 
 @pytest.mark.parametrize("name", CASES)
