@@ -31,7 +31,7 @@ class Mmproj(NamedTuple):
     config: Values  # of config.json, beside `text_config`
     tokens: Mapping[str, str]  # by keys of config.json: not the ids, but the tokens
     processor: Values  # preprocessor_config.json
-    sections: list[int] | None  # of the text model's rotation, in three axes
+    sections: tuple[float, ...]  # of the text model's rotation, if it is in three axes
     paired_rows: int  # of a head, where its rows are in the order of a rotation of neighbours; else 0
 
 
@@ -39,8 +39,7 @@ class Projector(NamedTuple):
     """What a projector type says of a model."""
 
     kinds: Mapping[str, str]  # the model type, by the architecture of the text file
-    config: Callable[[HFConfig], Values]
-    processor: Callable[[HFConfig], Values]
+    settings: Callable[[HFConfig], tuple[Values, Values]]  # of config.json and of preprocessor_config.json
     tokens: Mapping[str, str]
 
 
@@ -49,14 +48,15 @@ def read_mmproj(path: Path, model: Path) -> Mmproj:
     if model.is_dir():
         raise ConfigError(f"--mmproj is {path}, and {model} has its vision tower in its own files; leave it out.")
     (metadata, tensors), text = read_header(path), read_header(model).metadata
-    arch, own_arch = HFConfig(text, str(model)).text("general.architecture"), metadata.get("general.architecture")
+    about, own_arch = HFConfig(text, str(model)), metadata.get("general.architecture")
+    arch = about.text("general.architecture")
     if own_arch != "clip":
         raise ModelLoadError(
             f"{path} is not the vision half of a model (its architecture is {own_arch!r}, not 'clip'); name mmproj-*.gguf."
         )
     values = {key.removeprefix(_PREFIX): value for key, value in metadata.items()}
     meta = HFConfig({**values, "shapes": {tensor.name: tensor.shape for tensor in tensors}}, str(path))
-    name = metadata.get("clip.projector_type", metadata.get("clip.vision.projector_type"))
+    name = str(metadata.get("clip.projector_type", metadata.get("clip.vision.projector_type")))
     if name not in PROJECTORS:
         raise ModelLoadError(
             f"{path}: projector type {name!r} is not supported; Quire reads {', '.join(PROJECTORS)} (--mmproj)."
@@ -74,10 +74,13 @@ def read_mmproj(path: Path, model: Path) -> Mmproj:
         raise ModelLoadError(
             f"{path} needs the token {lacking[0]!r}, which {model} lacks; name the file of the same model."
         )
-    config = {"model_type": row.kinds[arch], **row.config(meta)}
-    rule = {"image_mean": meta.numbers("image_mean"), "image_std": meta.numbers("image_std"), **row.processor(meta)}
+    config, processor = row.settings(meta)
+    colours = {key: meta.numbers(key) for key in ("image_mean", "image_std")}
+    key = f"{arch}.rope.dimension_sections"
+    sections = about.numbers(key)[:3] if about.has(key) else ()
     pairs = meta.size("embedding_length") // meta.size("attention.head_count") if name == "pixtral" else 0
-    return Mmproj(path, name, config, row.tokens, rule, text.get(f"{arch}.rope.dimension_sections"), pairs)
+    whole = {"model_type": row.kinds[arch], **config}
+    return Mmproj(path, name, whole, row.tokens, {**colours, **processor}, sections, pairs)
 
 
 def find_mmproj(model: Path) -> Path | None:
@@ -110,8 +113,8 @@ def _tower(meta: HFConfig, **more: Any) -> Values:
     }
 
 
-def _qwen(meta: HFConfig, **more: Any) -> Values:
-    """Return the settings of a Qwen-VL, whose tower has a spelling of its own."""
+def _qwen(meta: HFConfig, fewest: int, most: int, **more: Any) -> tuple[Values, Values]:
+    """Return the settings of a Qwen-VL: a tower in a spelling of its own, and how many pixels an image has."""
     tower = {
         "depth": meta.size("block_count"),
         "hidden_size": meta.size("embedding_length"),
@@ -122,132 +125,104 @@ def _qwen(meta: HFConfig, **more: Any) -> Values:
         "out_hidden_size": meta.size("projection_dim"),
         **more,
     }
-    return {"vision_config": tower}
+    pixels = meta.size("image_min_pixels", fewest), meta.size("image_max_pixels", most)
+    return {"vision_config": tower}, {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": tower["patch_size"],
+        "merge_size": tower["spatial_merge_size"],
+        "size": dict(zip(("shortest_edge", "longest_edge"), pixels, strict=True)),
+    }
 
 
-def _qwen2(meta: HFConfig) -> Values:
-    return _qwen(meta, embed_dim=meta.size("embedding_length"), hidden_size=meta.size("projection_dim"))
+def _qwen2(meta: HFConfig) -> tuple[Values, Values]:
+    sizes = {"embed_dim": meta.size("embedding_length"), "hidden_size": meta.size("projection_dim")}
+    return _qwen(meta, *_QWEN2_PIXELS, **sizes)
 
 
-def _qwen2_5(meta: HFConfig) -> Values:
+def _qwen2_5(meta: HFConfig) -> tuple[Values, Values]:
     every, window = meta.size("n_wa_pattern"), meta.size("window_size", 112)
     whole = list(range(every - 1, meta.size("block_count"), every))
-    return _qwen(meta, fullatt_block_indexes=whole, window_size=window)
+    return _qwen(meta, *_QWEN2_PIXELS, fullatt_block_indexes=whole, window_size=window)
 
 
-def _qwen3(meta: HFConfig) -> Values:
-    flags, side = meta.values.get("is_deepstack_layers", ()), meta.size("image_size") // meta.size("patch_size")
+def _qwen3(meta: HFConfig) -> tuple[Values, Values]:
+    flags = meta.numbers("is_deepstack_layers") if meta.has("is_deepstack_layers") else ()
+    places = (meta.size("image_size") // meta.size("patch_size")) ** 2
     deep = [layer for layer, flag in enumerate(flags) if flag]
-    return _qwen(meta, num_position_embeddings=side * side, deepstack_visual_indexes=deep)
+    return _qwen(meta, 1 << 16, 1 << 24, num_position_embeddings=places, deepstack_visual_indexes=deep)
 
 
-def _gemma3(meta: HFConfig) -> Values:
+def _gemma3(meta: HFConfig) -> tuple[Values, Values]:
     side = meta.size("image_size") // meta.size("patch_size") // meta.size("projector.scale_factor", 4)
-    return {"vision_config": _tower(meta), "mm_tokens_per_image": side * side}
+    config = {"vision_config": _tower(meta), "mm_tokens_per_image": side * side}
+    return config, {"image_processor_type": "Gemma3ImageProcessor", "size": _square(meta)}
 
 
-def _idefics3(meta: HFConfig) -> Values:
-    return {"vision_config": _tower(meta), "scale_factor": meta.size("projector.scale_factor", 2)}
-
-
-def _mistral3(meta: HFConfig) -> Values:
-    act = "silu" if meta.flag("clip.use_silu") else "gelu"
-    tower = _tower(meta, model_type="pixtral", hidden_act=act)
-    return {
-        "vision_config": tower,
-        "spatial_merge_size": meta.size("spatial_merge_size", 1),
-        "vision_feature_layer": -1,
-    }
-
-
-def _internvl(meta: HFConfig) -> Values:
-    sides = {key: [meta.size(key)] * 2 for key in ("image_size", "patch_size")}
-    tower = _tower(
-        meta,
-        attention_bias="v.blk.0.attn_q.bias" in meta.values["shapes"],
-        layer_norm_eps=meta.number("attention.layer_norm_epsilon"),
-        **sides,
-    )
-    return {"vision_config": tower, "downsample_ratio": 1 / meta.size("projector.scale_factor", 2)}
-
-
-def _lfm2(meta: HFConfig) -> Values:
-    shapes = meta.values["shapes"]
-    num_patches, width = (shapes.get(name, (1,))[0] for name in ("v.position_embd.weight", "mm.1.weight"))
-    return {
-        "vision_config": _tower(meta, model_type="siglip2_vision_model", num_patches=num_patches),
-        "downsample_factor": meta.size("projector.scale_factor", 2),
-        "projector_hidden_size": width,
-        "projector_use_layernorm": "mm.input_norm.weight" in shapes,
-    }
-
-
-def _pixels(fewest: int, most: int) -> Callable[[HFConfig], Values]:
-    """Return how Qwen-VL's images are prepared, of as many pixels unless a file has other numbers."""
-    return lambda meta: {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": meta.size("patch_size"),
-        "merge_size": meta.size("spatial_merge_size", 2),
-        "size": {
-            "shortest_edge": meta.size("image_min_pixels", fewest),
-            "longest_edge": meta.size("image_max_pixels", most),
-        },
-    }
-
-
-def _tiles(meta: HFConfig) -> Values:
+def _idefics3(meta: HFConfig) -> tuple[Values, Values]:
     side = meta.size("image_size")
-    return {
+    return {"vision_config": _tower(meta), "scale_factor": meta.size("projector.scale_factor", 2)}, {
         "image_processor_type": "Idefics3ImageProcessor",
         "size": {"longest_edge": meta.size("preproc_image_size", 4 * side)},
         "max_image_size": {"longest_edge": side},
     }
 
 
-def _longest(meta: HFConfig) -> Values:
-    return {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": meta.size("image_size")}}
+def _mistral3(meta: HFConfig) -> tuple[Values, Values]:
+    act = "silu" if meta.flag("clip.use_silu") else "gelu"
+    config = {
+        "vision_config": _tower(meta, model_type="pixtral", hidden_act=act),
+        "spatial_merge_size": meta.size("spatial_merge_size", 1),
+        "vision_feature_layer": -1,
+    }
+    return config, {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": meta.size("image_size")}}
 
 
-def _square(meta: HFConfig) -> Values:
-    return {"image_processor_type": "Gemma3ImageProcessor", "size": dict.fromkeys(_SIDES, meta.size("image_size"))}
-
-
-def _squares(meta: HFConfig) -> Values:
-    return {
+def _internvl(meta: HFConfig) -> tuple[Values, Values]:
+    sides: Values = {key: [meta.size(key)] * 2 for key in ("image_size", "patch_size")}
+    sides["attention_bias"] = "v.blk.0.attn_q.bias" in meta.values["shapes"]
+    tower = _tower(meta, layer_norm_eps=meta.number("attention.layer_norm_epsilon"), **sides)
+    return {"vision_config": tower, "downsample_ratio": 1 / meta.size("projector.scale_factor", 2)}, {
         "image_processor_type": "GotOcr2ImageProcessor",
-        "size": dict.fromkeys(_SIDES, meta.size("image_size")),
+        "size": _square(meta),
         "min_patches": meta.size("preproc_min_tiles", 1),
         "max_patches": meta.size("preproc_max_tiles", 12),
     }
 
 
-def _patches(meta: HFConfig) -> Values:
-    return {
-        "image_processor_type": "Lfm2VlImageProcessor",
-        "encoder_patch_size": meta.size("patch_size"),
-        "downsample_factor": meta.size("projector.scale_factor", 2),
+def _lfm2(meta: HFConfig) -> tuple[Values, Values]:
+    shapes, factor = meta.values["shapes"], meta.size("projector.scale_factor", 2)
+    places, width = (shapes.get(name, (1,))[0] for name in ("v.position_embd.weight", "mm.1.weight"))
+    config = {
+        "vision_config": _tower(meta, model_type="siglip2_vision_model", num_patches=places),
+        "downsample_factor": factor,
+        "projector_hidden_size": width,
+        "projector_use_layernorm": "mm.input_norm.weight" in shapes,
     }
+    patches = {"encoder_patch_size": meta.size("patch_size"), "downsample_factor": factor}
+    return config, {"image_processor_type": "Lfm2VlImageProcessor", **patches}
 
 
-_SIDES = ("height", "width")
-_QWEN_TOKEN = {"image_token_id": "<|image_pad|>"}
+def _square(meta: HFConfig) -> Values:
+    return dict.fromkeys(("height", "width"), meta.size("image_size"))
+
+
+_QWEN2_PIXELS = 56 * 56, 16384 * 28 * 28  # what files leave out, as published
+_QWEN_TOKEN, _IMAGE_TOKEN = {"image_token_id": "<|image_pad|>"}, {"image_token_id": "<image>"}
 _GEMMA_TOKENS = {
     "image_token_index": "<image_soft_token>",
     "boi_token_index": "<start_of_image>",
     "eoi_token_index": "<end_of_image>",
 }
 _QWEN3 = {"qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
+_INTERN = dict.fromkeys(("qwen2", "qwen3", "llama"), "internvl")
+_MISTRAL = dict.fromkeys(("llama", "mistral3"), "mistral3")
 PROJECTORS = {
-    "qwen2vl_merger": Projector({"qwen2vl": "qwen2_vl"}, _qwen2, _pixels(56 * 56, 16384 * 28 * 28), _QWEN_TOKEN),
-    "qwen2.5vl_merger": Projector({"qwen2vl": "qwen2_5_vl"}, _qwen2_5, _pixels(56 * 56, 16384 * 28 * 28), _QWEN_TOKEN),
-    "qwen3vl_merger": Projector(_QWEN3, _qwen3, _pixels(1 << 16, 1 << 24), _QWEN_TOKEN),
-    "gemma3": Projector({"gemma3": "gemma3"}, _gemma3, _square, _GEMMA_TOKENS),
-    "idefics3": Projector({"llama": "idefics3"}, _idefics3, _tiles, {"image_token_id": "<image>"}),
-    "internvl": Projector(
-        dict.fromkeys(("qwen2", "qwen3", "llama"), "internvl"), _internvl, _squares, {"image_token_id": "<IMG_CONTEXT>"}
-    ),
-    "lfm2": Projector({"lfm2": "lfm2_vl"}, _lfm2, _patches, {"image_token_id": "<image>"}),
-    "pixtral": Projector(
-        dict.fromkeys(("llama", "mistral3"), "mistral3"), _mistral3, _longest, {"image_token_index": "[IMG]"}
-    ),
+    "qwen2vl_merger": Projector({"qwen2vl": "qwen2_vl"}, _qwen2, _QWEN_TOKEN),
+    "qwen2.5vl_merger": Projector({"qwen2vl": "qwen2_5_vl"}, _qwen2_5, _QWEN_TOKEN),
+    "qwen3vl_merger": Projector(_QWEN3, _qwen3, _QWEN_TOKEN),
+    "gemma3": Projector({"gemma3": "gemma3"}, _gemma3, _GEMMA_TOKENS),
+    "idefics3": Projector({"llama": "idefics3"}, _idefics3, _IMAGE_TOKEN),
+    "internvl": Projector(_INTERN, _internvl, {"image_token_id": "<IMG_CONTEXT>"}),
+    "lfm2": Projector({"lfm2": "lfm2_vl"}, _lfm2, _IMAGE_TOKEN),
+    "pixtral": Projector(_MISTRAL, _mistral3, {"image_token_index": "[IMG]"}),
 }

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 
-from tests.cpu.test_weights_gguf import LFM2_NAMES, SANDWICH, convert, write
+from tests.cpu.test_weights_gguf import DELTA, LFM2_NAMES, SANDWICH, convert, write
 
 Kind = gguf.GGMLQuantizationType
 # Tensors that the converter names in code of a model's own.
@@ -54,6 +54,22 @@ HALVES = {
             "image_min_pixels": 64,
             "image_max_pixels": 4096,
         },
+    ),
+    "qwen3_5": Half(
+        "qwen35",
+        "qwen3vl_merger",
+        DELTA,
+        {
+            "rope.dimension_sections": [4, 2, 2, 0],
+            "rope.dimension_count": 16,
+            "attention.recurrent_layers": [True, False, True, False],
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": 32,
+            "ssm.state_size": 8,
+            "ssm.time_step_rank": 4,
+            "ssm.group_count": 2,
+        },
+        {"image_size": 32, "image_min_pixels": 64, "image_max_pixels": 4096},
     ),
     "gemma3": Half(
         "gemma3",

@@ -269,6 +269,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str
 
 OTHERS = {
     "qwen2_5_vl": CASES["qwen3_vl"],
+    "qwen3_5": CASES["qwen3_vl"],
     "lfm2_vl": (
         Lfm2Images,
         [
@@ -375,6 +376,7 @@ OF_FAMILIES = {name: each[0] for name, each in IMAGES_OF_FAMILIES.items()}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLConfig", CONFIGS["Qwen3VLConfig"]),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", CONFIGS["Qwen2_5_VLConfig"]),
+    "qwen3_5": ("Qwen3_5Config", CONFIGS["Qwen3_5Config"]),
     "gemma3": ("Gemma3Config", CONFIGS_BOTH_WAYS["Gemma3Config"]),
     "idefics3": ("Idefics3Config", {**OF_FAMILIES["Idefics3Config"], "vision_config": SIGLIP, "scale_factor": 2}),
     "internvl": ("InternVLConfig", OF_FAMILIES["InternVLConfig"]),

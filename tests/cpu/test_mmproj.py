@@ -179,6 +179,8 @@ def test_a_wrong_file_is_refused_in_a_sentence(folder: Path, tmp_path: Path) -> 
         assert str(caught.value).count("\n") == 0
     with pytest.raises(ConfigError, match="has its vision tower in its own files; leave it out"):
         check_model(EngineConfig(model=str(theirs.folder), mmproj=str(vision)), has_tokenizer=True)
+    with pytest.raises(ModelLoadError, match="is the vision half of a model; name the file of its text"):
+        open_checkpoint("auto", vision)
     few = write_vision(tmp_path / "few.gguf", *writing, half, block_count=3)
     with pytest.raises(ModelLoadError, match="its tower lacks 16 tensors"):
         tower_of(text, few)

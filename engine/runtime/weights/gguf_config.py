@@ -83,6 +83,10 @@ _ONE_A_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_c
 def check_architecture(metadata: Mapping[str, Any], source: str) -> str:
     """Return the architecture of a file. Raises ModelLoadError for one that is not read."""
     arch = HFConfig(metadata, source).text("general.architecture")
+    if arch == "clip":
+        raise ModelLoadError(
+            f"{source} is the vision half of a model; name the file of its text, and this one with --mmproj."
+        )
     if arch not in ARCHITECTURES:
         raise ModelLoadError(
             f"{source}: architecture {arch!r} is not supported in GGUF files; Quire reads {', '.join(ARCHITECTURES)}."

@@ -152,7 +152,7 @@ def add_tower(checkpoint: Checkpoint, model: Path, path: Path) -> None:
     half, text = read_mmproj(path, model), dict(checkpoint.config.values)
     if half.sections:
         rope = text.get("rope_scaling") or {"rope_type": "default"}
-        text["rope_scaling"] = {**rope, "mrope_section": half.sections[:3]}
+        text["rope_scaling"] = {**rope, "mrope_section": [int(size) for size in half.sections]}
     checkpoint.config = HFConfig({**half.config, "text_config": text}, checkpoint.config.source)
     checkpoint.tower = list(_tensors(half))
 
