@@ -19,6 +19,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from engine.core.errors import ConfigError, HeadlessModelError, InvalidRequestError, ModelLoadError
+from engine.core.scheduling.scheduler import Scheduler
+from engine.core.spans import Span
+from engine.core.types import Pooling, PoolingParams, Request
+from engine.runtime.execution.pieces import Pieces
 from engine.runtime.native.library import native
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
@@ -154,6 +158,27 @@ def test_fewer_bits_are_close_and_alike_in_every_batch(name: str, more: dict[str
         for ids, vector in zip(PROMPTS, found, strict=True):
             assert float(torch.tensor(vector) @ torch.nn.functional.normalize(states(model, ids).mean(0), dim=0)) > 0.99
         assert [numbers(llm.embed(each, progress=False))[0] for each in given(PROMPTS)] == found
+
+
+def test_a_pass_may_pause_between_operations(tmp_path: Path) -> None:
+    """As a vision tower's does, so that a long text holds up nothing for longer than a product of matrices."""
+    save(tmp_path, KINDS["bert"])
+    ids = tuple(PROMPTS[6].tolist())
+    params, spans = PoolingParams(pooling=Pooling.MEAN), (Span(0, len(ids), b"", is_atomic=True),)
+    request = Request(request_id="r", prompt=ids, params=params, arrival_s=0.0, spans=spans)
+    with LLM(str(tmp_path), dtype="float32", **ENGINE) as llm:
+        engine: Any = llm._engine
+
+        def compute() -> Any:
+            scheduler = Scheduler(engine.config)
+            scheduler.add(request)
+            return engine._runner.run(scheduler.plan(0.0)).wait().pooled
+
+        pieces, num_pauses = Pieces(compute, 1), 0
+        while not pieces.advance(0.0):
+            num_pauses += 1
+        assert num_pauses > 3
+        assert pieces.result() == compute()
 
 
 def scored(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
