@@ -82,8 +82,9 @@ InboxMessage = Submission | Abort | EngineCall | Stop | Fail
 class Inbox:
     """A queue that can refuse requests; `num_requests` and `num_tokens` are not taken yet."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, changed: threading.Condition) -> None:
+        """`changed` is what the engine thread waits for."""
+        self._changed = changed
         self._messages: deque[InboxMessage] = deque()
         self._refusal: Callable[[], QuireError] | None = None
         self._is_closed = False
@@ -111,7 +112,7 @@ class Inbox:
     def close(self) -> list[InboxMessage]:
         """Note that the engine has ended; return the remaining messages, with calls cancelled."""
         self._is_closed = True
-        messages = self.take(wait_s=0)
+        messages = self.take()
         for message in messages:
             if isinstance(message, EngineCall):
                 message.outcome.cancel()
@@ -122,11 +123,14 @@ class Inbox:
         with self._changed:
             self._refusal = why
 
-    def take(self, *, wait_s: float | None) -> list[InboxMessage]:
-        """Return all messages; wait up to `wait_s` for one (None: without limit, 0: not at all)."""
+    @property
+    def has_messages(self) -> bool:
+        """Return whether there are some to take."""
+        return bool(self._messages)
+
+    def take(self) -> list[InboxMessage]:
+        """Return all messages."""
         with self._changed:
-            if not self._messages and wait_s != 0:
-                self._changed.wait(wait_s)
             messages = list(self._messages)
             self._messages.clear()
             self.num_requests = self.num_tokens = 0

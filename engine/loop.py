@@ -1,10 +1,10 @@
-"""The engine: one background thread that turns requests into token events.
+"""The engine: turns requests into token events, on the engine thread.
 
     inbox -> scheduler.add / abort -> plan -> runner.run -> commit -> deliver, once a step
 
-The thread owns the scheduler and the runner. Other threads hold the engine as an EngineHandle (handle.py). It knows no
-HTTP and no tensors: the runner is an argument. `depth` is how many further steps are planned and launched before it waits
-for the oldest one (overlap); 0 takes them one at a time.
+The thread (arbiter.py) owns the scheduler and the runner. Other threads hold the engine as an EngineHandle (handle.py). It
+knows no HTTP and no tensors: the runner is an argument. `depth` is how many further steps are planned and launched before it
+waits for the oldest one (overlap); 0 takes them one at a time, and so do engines that have work beside others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from engine.arbiter import Arbiter
 from engine.control import Control
+from engine.core.budget import Beside
 from engine.core.errors import (
     CopyError,
     DeviceLostError,
@@ -43,6 +45,7 @@ from engine.handle import Command, Deliver, EngineFacts, EngineHealth, LoadedAda
 from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop, Submission
 from engine.outbound.offload import Offload
 from engine.resources import EngineResources
+from engine.system.calls import on_thread
 
 if TYPE_CHECKING:
     from engine.outbound.kv_events import KVEvents
@@ -52,7 +55,6 @@ log = logging.getLogger("quire.engine")
 T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
-_QUIET_S = 0.1  # without a message for this long, no client waits while other work is done
 _PIECE_S = 0.02  # of the work on an image, where no step runs: a message waits no longer
 _PAUSE_S = 0.001  # between two parts of a check, in which other threads run
 _MAX_CHECK_S = 5.0  # of the check when the engine stops
@@ -87,7 +89,10 @@ class Engine:
         vision: VectorMaker | None = None,
         outbound: Outbound = Outbound(),  # noqa: B008 - immutable
         clock: Callable[[], float] = time.monotonic,
+        arbiter: Arbiter | None = None,
+        share: float = 1.0,
     ) -> None:
+        """`arbiter` has the thread, of which this engine has a `share`; without one, it has a thread alone."""
         self.config = scheduler.config
         self.stats = scheduler.stats
         self.clock = clock
@@ -113,7 +118,11 @@ class Engine:
             self._contents.sink = kv_events.put
             kv_events.ask_snapshot = partial(self.between_steps, lambda scheduler, _: _send_contents(scheduler))
         self._overload = OverloadControl(scheduler.config, scheduler.stats, limits)
-        self._inbox = Inbox()
+        self._arbiter = arbiter or Arbiter()
+        self.share, self.used_s = share, 0.0
+        self._beside: Beside | None = None
+        self._decode_s = 0.0  # of the last step with decodes alone; 0 if the last step had none
+        self._inbox = Inbox(self._arbiter.changed)
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self._control = Control(self, self._resources)
         self._open: dict[tuple[str, int], _Open] = {}  # by (request id, choice); engine thread only
@@ -121,10 +130,10 @@ class Engine:
         self._on_end: Callable[[], None] = lambda: None
         self._is_second_try = False  # the last step was rolled back, out of memory; engine thread only
         self._stop_at_s: float | None = None  # engine thread only
-        self._is_released = False
+        self._is_started = self._has_begun = False
+        self._ended = threading.Event()
         self._progress_s = clock()
         self._error: QuireError | None = None
-        self._thread = threading.Thread(target=self._main, name="quire-engine", daemon=True)
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
@@ -134,12 +143,13 @@ class Engine:
         return self._resources.adapters.loaded
 
     def start(self, deliver: Deliver, on_end: Callable[[], None] = lambda: None) -> None:
-        """Start the thread."""
+        """Have the thread drive this engine."""
         self._deliver = deliver
         self._on_end = on_end
         if self._kv_events is not None:
             self._kv_events.start()
-        self._thread.start()
+        self._is_started = True
+        self._arbiter.add(self)
 
     def submit(self, *requests: Request) -> None:
         """Queue requests, all or none; see EngineHandle."""
@@ -182,15 +192,15 @@ class Engine:
     def health(self) -> EngineHealth:
         """Return whether the engine lives and moves, without waiting for it."""
         error = None if self._error is None else str(self._error)
-        alive = error is None and self._thread.is_alive()
+        alive = error is None and self.is_running and self._arbiter.is_alive
         busy = alive and self._scheduler.has_work  # what is in the inbox waits for a wake-up, not for a step
         since = max(self.clock() - self._progress_s, 0.0) if busy else 0.0
         return EngineHealth(alive, busy, since, error)
 
     @property
     def is_running(self) -> bool:
-        """Return whether the thread was started and has not ended."""
-        return self._thread.is_alive()
+        """Return whether it was started and has not ended."""
+        return self._is_started and not self._ended.is_set()
 
     def order_stop(self, drain_s: float) -> None:
         """Refuse new requests; let open ones finish for `drain_s`, then abort them and end the thread."""
@@ -206,40 +216,82 @@ class Engine:
     def stop(self, drain_s: float) -> None:
         """Order the thread to end and wait for it, forever if a step hangs; release an engine that was never started."""
         self.order_stop(drain_s)
-        if self.is_running:
-            self._thread.join()
-        elif not self._is_released:
+        if self._is_started:
+            self._ended.wait()
+        elif not self._ended.is_set():
             self._release()
 
     # -- engine thread -----------------------------------------------------------------------------------------------
 
-    def _main(self) -> None:
+    @property
+    def is_ready(self) -> bool:
+        """Return whether there are messages or work, or the runner has to begin."""
+        return self._scheduler.has_work or self._inbox.has_messages or not self._has_begun
+
+    @property
+    def is_urgent(self) -> bool:
+        """Return whether some of that is not background work."""
+        return self._scheduler.has_foreground or self._inbox.has_messages
+
+    @property
+    def stream_s(self) -> float:
+        """Return the seconds of a step of its streams; 0 while it has none."""
+        return self._decode_s if self._scheduler.has_foreground else 0.0
+
+    @property
+    def target_itl_s(self) -> float | None:
+        """Return the gap between two tokens that its streams aim at."""
+        return self.config.target_itl_s
+
+    def turn(self, beside: Beside | None) -> bool:
+        """Take a turn beside other engines; return whether there will be another. An error ends this engine alone."""
         try:
-            self._runner.begin()
-            while self._stop_at_s is None or self._scheduler.has_work:
-                self._turn()
-            self._check_all()
-            if self._offload is not None:
-                self._offload.flush()
+            if not self._has_begun:
+                self._has_begun = True
+                self._runner.begin()
+            if beside is not self._beside:
+                self._beside = beside
+                self._scheduler.plan_beside(beside)
+            self._turn()
+            if self._stop_at_s is None or self._scheduler.has_work:
+                return True
         except Exception as error:  # any: open requests end with an event
             log.critical("The engine died: %s: %s", type(error).__name__, error)
             log.debug("The engine died here:", exc_info=True)
+            self._die(error)
+        on_thread("quire-engine-end", self._end)
+        return False
+
+    # -- a thread that ends it ---------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Keep what outlives the engine, and close everything that it has been given."""
+        try:
+            if self._error is None:
+                self._check_all()
+                if self._offload is not None:
+                    self._offload.flush()
+        except Exception as error:  # any: as in a turn
             self._die(error)
         finally:
             self._release()
             self._on_end()
 
     def _release(self) -> None:
-        """Close everything that the engine has been given; an error of one keeps none of the others open."""
-        self._is_released = True
+        """Close what the engine has been given; an error of one keeps none of the others open."""
         self._inbox.close()
         for part in (self._offload, self._kv_events, self._vision, self._runner, self._control):
             if part is not None:
                 _close(part)
+        self._ended.set()
+
+    # -- engine thread, a turn ---------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         """Take in messages, launch a step, commit the oldest, deliver the events."""
-        messages = self._inbox.take(wait_s=0) if self._scheduler.has_work else self._idle()
+        if not self._scheduler.has_work:
+            self._progress_s = self.clock()
+        messages = self._inbox.take()
         if self._offload is not None:
             self._offload.learn()  # before new requests look for their blocks
         events = StepEvents(self._take_in(messages))
@@ -272,6 +324,8 @@ class Engine:
                 raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
             events.entries += self._commit_oldest().entries
+            while self._launched and self._beside is not None:
+                events.entries += self._commit_oldest().entries
         elif plan is None and self._scheduler.has_work and not self._is_waiting():
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
 
@@ -298,21 +352,16 @@ class Engine:
         self._is_second_try = True
         events.entries += self._scheduler.roll_back(self.clock(), failure)
 
-    def _idle(self) -> list[InboxMessage]:
-        """Wait for messages; in a quiet moment, check for leaks and let the runner prepare, little by little."""
-        messages = self._inbox.take(wait_s=_QUIET_S)
-        if not messages:
-            self.stats.blocks_waste = waste(self._scheduler.recent_lengths, self.config.block_size)
-            while not messages and ((self._offload and self._offload.spill()) or self._runner.use_idle_moment()):
-                messages = self._inbox.take(wait_s=0)
-            checks = self._scheduler.checks()  # of seconds with a large disk; a message ends it
-            while not messages and self._check_next(checks):
-                messages = self._inbox.take(wait_s=_PAUSE_S)
-            if self._contents is not None:
-                self._contents.flush()
-            messages = messages or self._inbox.take(wait_s=None)
-        self._progress_s = self.clock()
-        return messages
+    def chores(self) -> Iterator[float]:
+        """Check for leaks and let the runner prepare; yields how long to wait for messages before the next part."""
+        self.stats.blocks_waste = waste(self._scheduler.recent_lengths, self.config.block_size)
+        while (self._offload and self._offload.spill()) or self._runner.use_idle_moment():
+            yield 0.0
+        checks = self._scheduler.checks()  # of seconds with a large disk
+        while self._check_next(checks):
+            yield _PAUSE_S
+        if self._contents is not None:
+            self._contents.flush()
 
     def _tell(self, events: StepEvents) -> None:
         for event in events.ends:
@@ -349,6 +398,8 @@ class Engine:
         seconds = now - max(begun_s, self.stats.last_step_s)
         self.stats.step_s.observe(seconds)
         self._step_s = seconds
+        if not (plan.slots and plan.chunks):
+            self._decode_s = seconds if plan.slots else 0.0
         if seconds > 0:
             rate, memory = plan.num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0
             self.stats.tokens_per_s = memory * self.stats.tokens_per_s + (1 - memory) * rate

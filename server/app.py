@@ -1,15 +1,15 @@
 """The HTTP application: its parts, its endpoints, its start and end.
 
 Everything here runs on the event loop. The daemon (server/daemon.py) may drain the engine before the lifespan ends,
-through `app.state.client.stop`; the lifespan's stop is then immediate.
+through `app.state.models.stop`; the lifespan's stop is then immediate.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -28,6 +28,7 @@ from engine.text.tokenizer import TextTokenizer
 from server.answers.client import EngineClient
 from server.answers.handoff import Receiver, Sender
 from server.answers.model import ServedModel
+from server.answers.models import LoadedModel, ModelParts, Models
 from server.answers.respond import Responder
 from server.answers.stored_responses import ResponseStore
 from server.batches.dispatch import Dispatcher
@@ -87,21 +88,26 @@ def routers() -> list[APIRouter]:
 def create_app(
     engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig, images: ImagePreprocessor | None = None
 ) -> FastAPI:
-    """Return an application that serves one engine, with `images` of requests where its model takes some.
+    """Return an application that serves one model, with `images` of requests where it takes some."""
+    return make_app([(config, LoadedModel(engine, tokenizer, images))])
 
-    Its lifespan starts the engine's thread and drains it.
+
+def make_app(served: Sequence[tuple[AppConfig, LoadedModel]]) -> FastAPI:
+    """Return an application that serves models; the first one's settings are those that all share.
+
+    Its lifespan starts the engines and drains them.
     """
-    parts = _parts(engine, tokenizer, config, images)
+    config = served[0][0]
+    parts = _parts(config)
+    for each in served:
+        parts["models"].loaded.append(_model_parts(*each, parts))
     tenancy: Tenancy = parts["tenancy"]
-    responders = (
-        () if parts["batches"] is None else (replace(parts["responder"], is_background=True), parts["responder"])
-    )
     page = load_files() if config.page else {}
     open_paths = {*PROBE_PATHS, *page, *(() if config.protect_metrics else MONITORING_PATHS)}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await _start(app.state, [_routed({**parts, "responder": each}) for each in responders])
+        await _start(app.state, partial(_routed, parts))
         yield
         await _stop(app.state)
 
@@ -117,13 +123,11 @@ def create_app(
     return app
 
 
-def _parts(
-    engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig, images: ImagePreprocessor | None
-) -> dict[str, Any]:
-    """Return the application's parts by the names under which `app.state` has them."""
-    metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
-    request_log, live_view = RequestLog(engine.clock), LiveView(engine)
-    export = _open_export(config, engine, metrics)
+def _parts(config: AppConfig) -> dict[str, Any]:
+    """Return what models share, by the names under which `app.state` has it."""
+    metrics, models = Metrics(compat_vllm=config.metrics_compat == "vllm"), Models()
+    request_log = RequestLog(time.monotonic)
+    export = _open_export(config, metrics)
     exported = [] if export is None else export.listeners
     logged = [AnswerLog().observe] if config.enable_log_requests else []
     emit = Telemetry(*metrics.listeners, *exported, *logged, request_log.observe).emit
@@ -134,58 +138,57 @@ def _parts(
         shares_prefixes=config.share_prefix_cache,
     )
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
-    limits = ModelLimits.of(
-        engine.config,
-        engine.facts.vocab_size,
-        tokenizer,
-        max_logprobs=config.max_logprobs,
-        generates=engine.facts.generates,
-        vectors=engine.facts.vectors,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
-    )
-    history = _history(engine, tokenizer, config, metrics)
+    return {
+        "batches": BatchService(config, models, bodies, tenancy) if config.data_dir is not None else None,
+        "bodies": bodies,
+        "config": config,
+        "emit": emit,
+        "instance_id": uuid4().hex,
+        "metrics": metrics,
+        "models": models,
+        "otlp": None if export is None else export.otlp,
+        "reader": RequestReader(bodies, models, config, emit),
+        "request_log": request_log,
+        "responses": ResponseStore(config.max_stored_responses),
+        "tenancy": tenancy,
+        "tracing": None if export is None else export.tracing,
+    }
+
+
+def _model_parts(config: AppConfig, loaded: LoadedModel, shared: Mapping[str, Any]) -> ModelParts:
+    """Return what answers requests of a model, beside what models share."""
+    engine, tokenizer, images = loaded
+    emit, limits = shared["emit"], _limits(engine, tokenizer, config)
+    history = _history(engine, tokenizer, config)
     preprocessor = ChatPreprocessor(limits, config.default_chat_template_kwargs or {}, history, images)
     model = ServedModel(engine, preprocessor, config, _reader(images, config))
     prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, model, engine)
+    live = LiveView(engine)
     responder = Responder(
         client=EngineClient(engine),
         tokenizer=tokenizer,
-        live=live_view,
+        live=live,
         emit=emit,
         config=config,
         call_id_length=limits.call_id_length,
-        has_tenants=tenancy.has_file,
+        has_tenants=shared["tenancy"].has_file,
         public_prefixes=PublicPrefixes(prefixes, engine.config.block_size),
         sender=Sender(engine, config) if config.role == "prefill" else None,
         receiver=Receiver(engine, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
         if config.role == "decode"
         else None,
     )
-    return {
-        "adapter_turn": asyncio.Lock(),
-        "batches": BatchService(config, engine, bodies, tenancy) if config.data_dir is not None else None,
-        "bodies": bodies,
-        "client": responder.client,
-        "config": config,
-        "emit": emit,
-        "engine": engine,
-        "instance_id": uuid4().hex,
-        "live": live_view,
-        "metrics": metrics,
-        "model": model,
-        "otlp": None if export is None else export.otlp,
-        "prefixes": prefixes,
-        "reader": RequestReader(bodies, engine, limits, config, emit),
-        "receiver": responder.receiver,
-        "request_log": request_log,
-        "responder": responder,
-        "responses": ResponseStore(config.max_stored_responses),
-        "sender": responder.sender,
-        "tenancy": tenancy,
-        "tokenizer": tokenizer,
-        "tracing": None if export is None else export.tracing,
-    }
+    parts = ModelParts(
+        config=config,
+        engine=engine,
+        client=responder.client,
+        model=model,
+        responder=responder,
+        live=live,
+        prefixes=prefixes,
+    )
+    shared["metrics"].add_model(parts.name, engine, None if history is None else history.counts)
+    return parts
 
 
 def _reader(images: ImagePreprocessor | None, config: AppConfig) -> ImageReader | None:
@@ -197,15 +200,24 @@ def _reader(images: ImagePreprocessor | None, config: AppConfig) -> ImageReader 
     return ImageReader(images, config)
 
 
-def _history(
-    engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig, metrics: Metrics
-) -> AnswerHistory | None:
+def _limits(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> ModelLimits:
+    return ModelLimits.of(
+        engine.config,
+        engine.facts.vocab_size,
+        tokenizer,
+        max_logprobs=config.max_logprobs,
+        generates=engine.facts.generates,
+        vectors=engine.facts.vectors,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+
+
+def _history(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> AnswerHistory | None:
     """Return what remembers answers; None where it is off, or of no use: another daemon has no part in it."""
     if not (config.history_cache and engine.config.enable_prefix_caching and config.role == "both"):
         return None
-    history = AnswerHistory(tokenizer, config.history_cache, engine.config.block_size)
-    metrics.add_counts("history", history.counts)
-    return history
+    return AnswerHistory(tokenizer, config.history_cache, engine.config.block_size)
 
 
 class _Export(NamedTuple):
@@ -216,7 +228,7 @@ class _Export(NamedTuple):
     listeners: list[Listener]
 
 
-def _open_export(config: AppConfig, engine: EngineHandle, metrics: Metrics) -> _Export | None:
+def _open_export(config: AppConfig, metrics: Metrics) -> _Export | None:
     """Return what exports over OTLP; None, without importing OpenTelemetry, if no address is given."""
     endpoints = find_endpoints(config)
     if endpoints is None:
@@ -224,37 +236,38 @@ def _open_export(config: AppConfig, engine: EngineHandle, metrics: Metrics) -> _
     from server.telemetry.otlp import Otlp
     from server.telemetry.tracing import GenAiMetrics, Tracing
 
-    otlp, name = Otlp(endpoints), config.served_model_names[0]
-    metrics.add_counts("spans", otlp.counts)
-    tracing = None if otlp.tracers is None else Tracing(otlp.tracers, name, engine.clock)
+    otlp = Otlp(endpoints)
+    metrics.add_spans(otlp.counts)
+    tracing = None if otlp.tracers is None else Tracing(otlp.tracers, time.monotonic)
     listeners: list[Listener] = [] if tracing is None else [tracing.observe]
     if otlp.meters is not None:
-        listeners.append(GenAiMetrics(otlp.meters, name).observe)
+        listeners.append(GenAiMetrics(otlp.meters).observe)
     return _Export(otlp, tracing, listeners)
 
 
-async def _start(parts: State, batch_apps: Sequence[FastAPI]) -> None:
-    """Start the engine and what runs beside it; lines of batches go to `batch_apps`, in the background and not."""
-    parts.client.start()
+async def _start(parts: State, make_batch_app: Callable[[], FastAPI]) -> None:
+    """Start the engines and what runs beside them; lines of batches go to an application without guards."""
     parts.metrics.loop_lag.start()
-    if parts.prefixes:
-        await compute_prefixes(parts.prefixes, parts.client)
-    if parts.batches is not None and not parts.client.is_draining:
-        parts.batches.start(*(Dispatcher(app, parts.emit) for app in batch_apps))
+    for model in parts.models.loaded:
+        model.client.start()
+    for model in parts.models.loaded:
+        if model.prefixes:
+            await compute_prefixes(model.prefixes, model.client)
+    if parts.batches is not None and not parts.models.is_draining:
+        app = make_batch_app()
+        background, foreground = (Dispatcher(app, parts.emit, is_background=each) for each in (True, False))
+        parts.batches.start(background, foreground)
 
 
 async def _stop(parts: State) -> None:
     if parts.batches is not None:
         await parts.batches.worker.stop()
-    await parts.client.stop(parts.config.shutdown_timeout_s)
-    if parts.receiver is not None:
-        await parts.receiver.close()
+    await parts.models.stop(parts.config.shutdown_timeout_s)
+    for model in parts.models.loaded:
+        await model.close()
     if parts.batches is not None:
         parts.batches.close()
-    parts.tokenizer.close()
     parts.bodies.close()
-    if parts.model.images is not None:
-        parts.model.images.close()
     if parts.otlp is not None:
         await parts.otlp.close()
     parts.metrics.loop_lag.stop()

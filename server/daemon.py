@@ -25,8 +25,7 @@ from starlette.datastructures import State
 
 from engine.core.errors import ConfigError, ShuttingDownError
 from engine.core.types import AbortCause
-from server.answers.client import EngineClient
-from server.answers.model import ServedModel
+from server.answers.models import Models
 from server.batches.worker import BatchService
 from server.http.connection import Connection
 from server.settings.tls import Tls
@@ -67,7 +66,7 @@ def run(
         daemon.run(sockets=[listener])
     except SystemExit:  # uvicorn's, with a status of its own, where the application did not start; it is in the log
         return 1
-    return 0 if daemon.started and app.state.engine.health().error is None else 1
+    return 0 if daemon.started and not app.state.models.is_dead else 1
 
 
 class Daemon(uvicorn.Server):
@@ -83,12 +82,11 @@ class Daemon(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
-        self._client: EngineClient = parts.client
-        self._model: ServedModel = parts.model
+        self._models: Models = parts.models
         self._batches: BatchService | None = parts.batches
         self._tenancy: Tenancy = parts.tenancy
         self._tenants, self._api_keys = parts.config.tenants, parts.config.api_keys
-        self._write_state = partial(log_state, parts.client, parts.live, parts.request_log)
+        self._write_state = partial(log_state, parts.models, parts.request_log)
         self._tls = tls
         self._timeout_s = shutdown_timeout_s
         self._num_signals = 0
@@ -104,7 +102,7 @@ class Daemon(uvicorn.Server):
         self._loop.add_signal_handler(signal.SIGUSR1, self._log_state)
         try:
             await super().serve(sockets)
-            if self._client.is_abandoned:
+            if self._models.is_abandoned:
                 leave()  # some threads wait for the engine, so nothing may wait for threads
         finally:
             for task in self._tasks:
@@ -113,7 +111,7 @@ class Daemon(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application and listen."""
         await super().startup(sockets)
-        if self.started and not self._client.is_draining:
+        if self.started and not self._models.is_draining:
             self._on_ready()
             self._tasks.append(asyncio.get_running_loop().create_task(self._warm_up()))
 
@@ -124,12 +122,12 @@ class Daemon(uvicorn.Server):
     def _on_signal(self, name: str) -> None:
         self._num_signals += 1
         if self._num_signals == 1:
-            num_open = self._client.num_open
+            num_open = self._models.num_open
             doing = f"finishing {num_open} open requests within {self._timeout_s:g} s" if num_open else "stopping"
             log.info("%s: %s", name, doing)
             self._tasks.append(self._loop.create_task(self._drain(self._timeout_s)))
         elif self._num_signals == 2:
-            log.warning("%s again: aborting %d open requests", name, self._client.num_open)
+            log.warning("%s again: aborting %d open requests", name, self._models.num_open)
             self._tasks.append(self._loop.create_task(self._drain(0.0)))
         else:
             log.error("%s for the third time: exiting immediately", name)
@@ -163,8 +161,8 @@ class Daemon(uvicorn.Server):
         log.info("SIGHUP: %d tenants from %s", len(tenants), path)
 
     async def _drain(self, timeout_s: float) -> None:
-        num_open = self._client.num_open
-        stopping = [self._client.stop(timeout_s)]
+        num_open = self._models.num_open
+        stopping = [self._models.stop(timeout_s)]
         if self._batches is not None:
             stopping.append(self._batches.worker.stop())  # does not wait for running lines: the next daemon runs them
         try:
@@ -179,7 +177,7 @@ class Daemon(uvicorn.Server):
 
     def _log_end(self, num_open: int) -> None:
         """Log how many of the requests that were open at the signal did not finish."""
-        if num_cut := self._client.engine.stats.aborted[AbortCause.SHUTDOWN]:
+        if num_cut := sum(engine.stats.aborted[AbortCause.SHUTDOWN] for engine in self._models.engines):
             log.warning(
                 "stopped: the shutdown cut %d sequences short (--shutdown-timeout %g)", num_cut, self._timeout_s
             )
@@ -189,22 +187,23 @@ class Daemon(uvicorn.Server):
     def _abandon(self) -> None:
         """End every open answer without the engine."""
         log.error(
-            "a step of the engine has not returned; exiting without it, ending %d requests", self._client.num_open
+            "a step of the engine has not returned; exiting without it, ending %d requests", self._models.num_open
         )
         message = "The server is shutting down and a step of its engine did not return; send the request again."
-        self._client.abandon(ShuttingDownError(message))
+        self._models.abandon(ShuttingDownError(message))
 
     async def _warm_up(self) -> None:
         """Prepare grammars in an idle moment, so that the first structured request does not wait for it."""
         await asyncio.sleep(IDLE_S)
-        while self._client.engine.health().busy:  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(IDLE_S)
-        await self._model.prepare_grammars(warms_up=True)
+        for parts in self._models.loaded:
+            while parts.engine.health().busy:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(IDLE_S)
+            await parts.model.prepare_grammars(warms_up=True)
 
     async def _watch(self) -> None:
-        """Exit when the engine has died. Connections close once their streams, which the engine ended, are sent."""
-        while not self._client.is_draining:
-            if self._client.engine.health().error is not None:
+        """Exit when all engines have died. Connections close once their streams, which the engine ended, are sent."""
+        while not self._models.is_draining:
+            if self._models.is_dead:
                 log.critical("the engine is dead: exiting")
                 self.should_exit = True
                 return

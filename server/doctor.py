@@ -59,11 +59,11 @@ def _settings(path: str | None) -> tuple[Settings | None, list[Finding]]:
     """
     if path is None and not any(name.startswith(ENV_PREFIX) for name in os.environ):
         return None, []
-    from server.serve import prepare
+    from server.serve import prepare_all
 
     try:
         settings = load_settings([] if path is None else ["--config", path])
-        prepare(settings)
+        prepare_all(settings)
     except QuireError as error:
         return None, [Finding("settings", State.FAILED, f"of {path or 'the variables'} are wrong", str(error))]
     given = ", ".join(sorted(settings.origins))

@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine.arbiter import Arbiter
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
 from engine.files.gguf_header import forget_headers
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 
     from engine.handle import EngineFacts, EngineHandle
     from engine.system.progress import StartupProgress
-    from engine.text.images.preprocessor import ImagePreprocessor
     from engine.text.tokenizer import TextTokenizer
+    from server.answers.models import LoadedModel
 
 log = logging.getLogger("quire.serve")
 
@@ -77,9 +78,9 @@ def main(argv: Sequence[str]) -> int:
     if settings.remarks:
         log.info("no effect here: %s", "; ".join(settings.remarks))
     try:
-        plan = prepare(settings)
+        plans = prepare_all(settings)
         with bind(settings.host, settings.port) as listener:
-            return _serve(plan, listener)
+            return _serve(plans, listener)
     except QuireError as error:
         log.error(name_origins(str(error), settings))  # noqa: TRY400 - one sentence for the user
         log.debug("it happened here:", exc_info=True)
@@ -138,11 +139,25 @@ class _Plan(NamedTuple):
         return self.app.role != "both"
 
 
-def prepare(settings: Settings) -> _Plan:
-    """Check every setting and the small files that settings name, without slow imports. Raises QuireError.
+def prepare_all(settings: Settings) -> list[_Plan]:
+    """Check every setting and the small files that settings name, without slow imports, for each model. Raises QuireError.
 
     `quire doctor --config FILE` ends here.
     """
+    settings.check_together()
+    plans = [_prepare(each) for each in settings.each or [settings]]
+    names = [
+        name
+        for plan in plans
+        for name in (*plan.app.served_model_names, *(each.name for each in plan.engine.lora_modules))
+    ]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"Two models have the name {twice!r}; give one another served-model-name.")
+    return plans
+
+
+def _prepare(settings: Settings) -> _Plan:
+    """Check the settings of one model."""
     started_s = time.monotonic()
     settings.check_together()
     serve_config = settings.serve_config()
@@ -189,13 +204,12 @@ def _read_template(given: str) -> str:
     return text
 
 
-def _serve(plan: _Plan, listener: socket.socket) -> int:
+def _serve(plans: Sequence[_Plan], listener: socket.socket) -> int:
+    plan = plans[0]  # of which all have what models share
     app_config = plan.app
     name = app_config.served_model_names[0]
-    is_local = local_path(app_config.model) is not None
-    log.info("loading %s%s", name, f" from {app_config.model}" if is_local or name != app_config.model else "")
     with ExitStack() as undo:
-        app = _make_app(plan, undo)
+        app = _make_app(plans, undo)
         from server.daemon import run
 
         try:
@@ -207,9 +221,10 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
     def announce() -> None:
         host, port = listener.getsockname()[:2]
         url = f"{'http' if plan.tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
-        log.info("ready in %.1f s: %s serves %s", time.monotonic() - plan.started_s, url, name)
+        names = ", ".join(each.app.served_model_names[0] for each in plans)
+        log.info("ready in %.1f s: %s serves %s", time.monotonic() - plan.started_s, url, names)
         has_key = bool(app_config.api_keys or app_config.tenants)
-        log.info("try: %s", _curl(_reachable(url), name, app.state.engine.facts, has_key=has_key))
+        log.info("try: %s", _curl(_reachable(url), name, app.state.models.first.engine.facts, has_key=has_key))
 
     forget_headers()
     hide_from_collector()
@@ -219,22 +234,21 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
 def open_app(argv: Sequence[str]) -> FastAPI:
     """Return the application that `quire serve` would serve, loaded, for another HTTP server. Raises QuireError."""
     with ExitStack() as undo:
-        app = _make_app(prepare(load_settings(argv)), undo)
+        app = _make_app(prepare_all(load_settings(argv)), undo)
         undo.pop_all()
     return app
 
 
-def _make_app(plan: _Plan, undo: ExitStack) -> FastAPI:
-    """Return the application with its engine loaded, which `undo` stops."""
-    engine, tokenizer, images = _load(plan, undo)
-    if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
-        log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
-    from server.app import create_app
+def _make_app(plans: Sequence[_Plan], undo: ExitStack) -> FastAPI:
+    """Return the application with its engines loaded, which `undo` stops."""
+    arbiter = Arbiter()
+    loaded = [(plan.app, _load(plan, undo, arbiter)) for plan in plans]
+    from server.app import make_app
 
-    return create_app(engine, tokenizer, plan.app, images)
+    return make_app(loaded)
 
 
-def _load(plan: _Plan, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer, ImagePreprocessor | None]:
+def _load(plan: _Plan, undo: ExitStack, arbiter: Arbiter) -> LoadedModel:
     """Return the engine, the tokenizer, and what prepares images for a model that takes some.
 
     Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/startup/ahead.py):
@@ -250,28 +264,36 @@ def _load(plan: _Plan, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer, Im
     """
     from engine.system.progress import StartupProgress
 
+    name, path = plan.app.served_model_names[0], plan.app.model
+    log.info("loading %s%s", name, f" from {path}" if local_path(path) is not None or name != path else "")
     with StartupProgress() as startup:
         if plan.model.is_native:
             plan = _fetch(plan, startup.report)
-            engine, tokenizer = _load_beside(plan, startup, undo)
+            engine, tokenizer = _load_beside(plan, startup, undo, arbiter)
         else:
             from engine.startup.build import build_engine, check_foreign  # torch, seconds
 
             check_foreign(plan.engine)
             plan = _fetch(plan, startup.report)
             tokenizer = _load_front(plan)
-            engine = build_engine(plan.engine, startup.report, hands_over=plan.hands_over)
+            engine = build_engine(plan.engine, startup.report, hands_over=plan.hands_over, arbiter=arbiter)
             undo.callback(engine.stop, 0.0)
         tokenizer.hold_to(engine.facts.vocab_size)
+        if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
+            log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
+        from server.answers.models import LoadedModel
+
         if not engine.facts.takes_images:
-            return engine, tokenizer, None
+            return LoadedModel(engine, tokenizer)
         from engine.text.images.preprocessor import ImagePreprocessor  # transformers' part for images
 
         model, wishes = Path(plan.engine.model), (plan.app.mm_processor_kwargs, plan.app.limit_mm_per_prompt)
-        return engine, tokenizer, ImagePreprocessor.of(model, tokenizer, *wishes, plan.engine.mmproj)
+        return LoadedModel(engine, tokenizer, ImagePreprocessor.of(model, tokenizer, *wishes, plan.engine.mmproj))
 
 
-def _load_beside(plan: _Plan, startup: StartupProgress, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer]:
+def _load_beside(
+    plan: _Plan, startup: StartupProgress, undo: ExitStack, arbiter: Arbiter
+) -> tuple[EngineHandle, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
     memory = begin_weights(plan.engine)
     from engine.startup.build import build_engine  # torch
@@ -284,7 +306,7 @@ def _load_beside(plan: _Plan, startup: StartupProgress, undo: ExitStack) -> tupl
             if front.done():
                 front.result()  # raises what is wrong with the tokenizer, before minutes of loading
 
-        engine = build_engine(plan.engine, report, memory, hands_over=plan.hands_over)
+        engine = build_engine(plan.engine, report, memory, hands_over=plan.hands_over, arbiter=arbiter)
         undo.callback(engine.stop, 0.0)
         return engine, front.result()
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from engine.core.stats import SequenceView, Snapshot
 from server.answers.client import EngineClient
+from server.answers.models import Models
 from server.protocol.errors import ApiError
-from server.telemetry.live import LiveView
 from server.telemetry.request_log import RequestLog
 
 log = logging.getLogger("quire.state")
@@ -20,16 +20,16 @@ MAX_SEQUENCES = 256
 _QUEUED = {"waiting", "preempted"}  # values of engine.core.sequence.Status
 
 
-async def log_state(client: EngineClient, live: LiveView, requests: RequestLog) -> None:
-    """Log one record; an engine that does not answer is reported as such."""
-    try:
-        snapshot = await live.snapshot()
-        state = _of_snapshot(snapshot, requests.open_ids(), client.engine.clock())
-    except ApiError as error:
-        state = {"engine_does_not_answer": error.message}
-    log.info(
-        "state of the engine and of all threads", extra={"state": _of_engine(client) | state | {"threads": _threads()}}
-    )
+async def log_state(models: Models, requests: RequestLog) -> None:
+    """Log one record of each engine; one that does not answer is reported as such."""
+    for parts in models.loaded:
+        try:
+            snapshot = await parts.live.snapshot()
+            state = _of_snapshot(snapshot, requests.open_ids(), parts.engine.clock())
+        except ApiError as error:
+            state = {"engine_does_not_answer": error.message}
+        state |= {"model": parts.name, **_of_engine(parts.client), "threads": _threads()}
+        log.info("state of the engine and of all threads", extra={"state": state})
 
 
 def _of_engine(client: EngineClient) -> dict[str, Any]:

@@ -8,6 +8,9 @@ its steps delays running sequences:
 
 With a target ITL, all prompts of a step share the time it leaves, and nothing else holds them back. With a target TTFT,
 a long prompt takes the time it needs to meet it, if it still can. Until the estimate is known, nothing is held back.
+
+Beside streams of other models, all prompts of a step share the target's time, or SHARE of all steps; in a step without
+decodes no less than its fixed cost, else that would be most of it.
 """
 
 from __future__ import annotations
@@ -34,6 +37,19 @@ _DECODES_SKIPPED = 8  # one step without prompts of so many is observed: they ar
 _FORGETTING = 0.993  # weight of the past at each observed step: of fewer than 140 steps the estimate is unsteady
 _LEAST_CHUNKS = 6  # steps with prompts, before the estimate is used
 _NUM_SWEEPS = 8  # over the costs at each observed step: 4 leave the first estimates 5 % off, 16 take twice the time
+
+
+class Beside(NamedTuple):
+    """What the engines of other models do, which share the cores."""
+
+    streams_s: float  # of one step of each that has streams
+    target_itl_s: float | None  # the least of all that have streams
+
+    def prompts_s(self, base_s: float) -> float:
+        """Return the seconds that prompts may take beside steps of `base_s`."""
+        if self.target_itl_s is None:
+            return SHARE * base_s
+        return max(AIM * self.target_itl_s - base_s, FLOOR * base_s)
 
 
 class Load(NamedTuple):
@@ -146,13 +162,14 @@ class StepTime:
 class StepBudget:
     """Sets the size of each step, and learns from its duration."""
 
-    __slots__ = ("_limit", "_max_tokens", "_num_skipped", "num_states", "target_itl_s", "target_ttft_s", "times")
+    __slots__ = ("_limit", "_max_tokens", "_num_skipped", "beside", "num_states", "target_ttft_s", "times")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.times = StepTime()
         self.num_states = int(config.state_blocks > 0)  # of each chunk
         self._max_tokens = self._limit = config.whole_step or config.max_num_batched_tokens
-        self.target_ttft_s, self.target_itl_s = config.target_ttft_s, config.target_itl_s
+        self.target_ttft_s = config.target_ttft_s
+        self.beside = Beside(0.0, config.target_itl_s)
         self._num_skipped = 0  # steps without prompts since one was observed
 
     def begin(self, *, has_foreground: bool) -> Allowance:
@@ -246,7 +263,8 @@ class Allowance:
     def long_s(self, long: abc.Sequence[Sequence], now: float) -> float:
         """Return the seconds that long prompts may take, beside decodes and short prompts."""
         times, costs, num_long, others = self._budget.times, self._budget.times.costs, len(long), self.load
-        if not times.is_known or (others.num_decodes and self._budget.target_itl_s is not None):
+        beside = self._budget.beside
+        if not times.is_known or beside.streams_s or (others.num_decodes and beside.target_itl_s is not None):
             return self.seconds
         if not others.num_decodes and not others.num_prompt_tokens:
             return min(ALONE * num_long * (costs.fixed_s + costs.chunked_s), self.seconds)
@@ -258,18 +276,19 @@ class Allowance:
 
     def drafts_s(self) -> float:
         """Return the seconds that drafts may add to the step, which is otherwise complete."""
-        target_s, times = self._budget.target_itl_s, self._budget.times
+        (streams_s, target_s), times = self._budget.beside, self._budget.times
         if target_s is None or not times.is_known:
             return self.seconds
-        return min(AIM * target_s - times.seconds(self.load), self.seconds)
+        return min(AIM * target_s - streams_s - times.seconds(self.load), self.seconds)
 
     def _prompts_s(self) -> float:
         """Return the seconds that prompts may take, beyond the cost of having any."""
-        target_s, times, decodes = self._budget.target_itl_s, self._budget.times, self.load
-        if target_s is None or not decodes.num_decodes or not times.is_known:
+        beside, times, decodes = self._budget.beside, self._budget.times, self.load
+        has_target = beside.target_itl_s is not None and decodes.num_decodes
+        if not (has_target or beside.streams_s) or not times.is_known:
             return inf
         base_s = times.seconds(decodes) + times.costs.chunked_s
-        return max(AIM * target_s - base_s, FLOOR * base_s)
+        return max(beside.prompts_s(base_s + beside.streams_s), 0.0 if decodes.num_decodes else base_s)
 
     def _urgency(self, long: abc.Sequence[Sequence], now: float) -> float:
         """Return the share of all time that those long prompts need that can still meet the target TTFT."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.adapters import Adapters
+from engine.arbiter import Arbiter
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.scheduling.admission import QueueLimits
@@ -181,18 +182,23 @@ class _Parts:
 
 
 def build_engine(
-    config: EngineConfig, report: ReportProgress, memory: BackedMemory | None = None, *, hands_over: bool = False
+    config: EngineConfig,
+    report: ReportProgress,
+    memory: BackedMemory | None = None,
+    *,
+    hands_over: bool = False,
+    arbiter: Arbiter | None = None,
 ) -> Engine:
     """Load the model, size and allocate the pool, and warm up; returns the engine unstarted.
 
-    Packed weights are placed in `memory` first. With `hands_over` other daemons take the engine's K/V, or it takes theirs.
+    Packed weights are placed in `memory` first. `arbiter` has the thread of several models' engines. With `hands_over` other daemons take the engine's K/V, or it takes theirs.
     Raises ConfigError, ModelLoadError or MemoryBudgetError, each with a sentence that says what to change.
     """
     config = fetch_models(config, report)
     device, dtype = _prepare_device(config, report)
     if config.tensor_parallel_size == 1:
         with reading(config, hands_over=hands_over) as content:
-            return _build(config, device, dtype, report, memory, content=content)
+            return _build(config, device, dtype, report, memory, content=content, arbiter=arbiter)
     from engine.ranks.executor import start_ranks
 
     executor = start_ranks(config, device)
@@ -215,6 +221,7 @@ def _build(
     memory: BackedMemory | None,
     executor: Executor | None = None,
     content: ModelContent | None = None,
+    arbiter: Arbiter | None = None,
 ) -> Engine:
     """Build an engine, or the first rank of one."""
     with _weights_in(memory):
@@ -262,6 +269,8 @@ def _build(
         resources=parts.resources,
         vision=vision if device.type == "cpu" else None,  # on a GPU a tower takes no longer than a step
         outbound=Outbound(tiers, kv_events),
+        arbiter=arbiter,
+        share=config.model_share,
     )
 
 

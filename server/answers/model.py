@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
 
-from engine.core.errors import shorten
 from engine.core.types import Adapter, GrammarKey
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.text.chat.history import Owner
@@ -28,7 +27,7 @@ from server.answers.body import EngineBody
 from server.http.bodies import IS_LARGE
 from server.http.middleware import RequestState
 from server.http.threads import run_slowly
-from server.protocol.errors import STATE, ApiError
+from server.protocol.errors import STATE
 from server.settings.app_config import AppConfig
 
 if TYPE_CHECKING:
@@ -95,16 +94,16 @@ class ServedModel:
         """The model's limits."""
         return self.preprocessor.limits
 
+    def has(self, name: str, *, aliases: bool) -> bool:
+        """Return whether this is a name of the model, or of an adapter; or, of `aliases`, fits one of those."""
+        if aliases:
+            return any(fnmatchcase(name, pattern) for pattern in self._aliases)
+        return name in self.names or name in self._engine.adapters
+
     def find(self, name: str | None) -> Named:
-        """Return the model or adapter of a name. Raises a 404 for an unknown one."""
-        if name is None or name in self.names:
-            return Named(name or self.names[0], None)
-        loaded = self._engine.adapters.get(name)
-        if loaded is not None or any(fnmatchcase(name, pattern) for pattern in self._aliases):
-            return Named(name, None if loaded is None else loaded.adapter)
-        served = (*self.names, *self._aliases, *self._engine.adapters)
-        message = f"The model {shorten(name)!r} is not served here; use {' or '.join(served)}."
-        raise ApiError(404, "model_not_found", message, "model")
+        """Return the model, or the adapter of a name."""
+        loaded = None if name is None or name in self.names else self._engine.adapters.get(name)
+        return Named(name or self.names[0], None if loaded is None else loaded.adapter)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 

@@ -1,15 +1,18 @@
-"""What a route may ask for in its signature: the parts of the application, which create_app puts into `app.state`."""
+"""What a route may ask for in its signature: parts of the application (`app.state`), or of the model that a request names.
+
+`json_body` finds the model, so a body stands before a model's parts in a signature. Without a body, the query may name one.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
 from engine.handle import EngineHandle
-from server.answers.client import EngineClient
 from server.answers.model import ServedModel
+from server.answers.models import Models
 from server.answers.respond import Responder
 from server.answers.stored_responses import ResponseStore
 from server.batches.worker import BatchService
@@ -21,16 +24,27 @@ from server.telemetry.metrics import Metrics
 from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import DEFAULT
 
-InModel = Annotated[ServedModel, part("model")]
-InResponder = Annotated[Responder, part("responder")]
-InEngine = Annotated[EngineHandle, part("engine")]
-InClient = Annotated[EngineClient, part("client")]
-InConfig = Annotated[AppConfig, part("config")]
-InLive = Annotated[LiveView, part("live")]
+
+def _of_model(name: str) -> Any:
+    """Return a dependency: the part that answers for the request's model."""
+
+    async def find(request: Request) -> Any:
+        parts = state_of(request.scope).parts or request.app.state.models.find(request.query_params.get("model"))
+        return getattr(parts, name)
+
+    return Depends(find)
+
+
+InModels = Annotated[Models, part("models")]
+InModel = Annotated[ServedModel, _of_model("model")]
+InResponder = Annotated[Responder, _of_model("responder")]
+InEngine = Annotated[EngineHandle, _of_model("engine")]
+InConfig = Annotated[AppConfig, _of_model("config")]
+InLive = Annotated[LiveView, _of_model("live")]
+InAdapterTurn = Annotated[asyncio.Lock, _of_model("adapter_turn")]
 InMetrics = Annotated[Metrics, part("metrics")]
 InRequestLog = Annotated[RequestLog, part("request_log")]
 InResponses = Annotated[ResponseStore, part("responses")]
-InAdapterTurn = Annotated[asyncio.Lock, part("adapter_turn")]  # adapters are read one at a time
 InInstanceId = Annotated[str, part("instance_id")]  # of this process, for routers
 
 

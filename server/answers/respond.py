@@ -64,7 +64,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Responder:
-    """Makes engine requests, submits them and answers. Made once by create_app, and once for batches."""
+    """Makes engine requests, submits them and answers. Made once for each model."""
 
     client: EngineClient
     tokenizer: TextTokenizer
@@ -76,7 +76,6 @@ class Responder:
     public_prefixes: PublicPrefixes
     sender: Sender | None = None  # of a prefill daemon
     receiver: Receiver | None = None  # of a decode daemon
-    is_background: bool = False  # its requests run while the engine is otherwise idle
 
     def requests(
         self,
@@ -101,7 +100,6 @@ class Responder:
                 pins=(Pin(len(prompt), retained_s),) if retained_s else (),
                 deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
                 max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
-                is_background=self.is_background,
                 tenant="" if self.has_tenants else body.tenant,
             )
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
@@ -146,6 +144,7 @@ class Responder:
             request_id=state.request_id,
             answer_id=answer_id(requests),
             endpoint=http.url.path,
+            model=self.config.served_model_names[0],
             stream=stream,
             requests=requests,
             adapter=None if adapter is None else adapter.name,
@@ -160,6 +159,8 @@ class Responder:
 
     def _admit(self, state: RequestState, requests: Sequence[Request]) -> Sequence[Request]:
         """Return the requests on the caller's account, if it has one. Raises OverloadedError."""
+        if state.is_background:
+            requests = [replace(request, is_background=True) for request in requests]
         if state.account is None:
             return requests
         state.enter(self.client.engine.stats.e2e_s.mean)

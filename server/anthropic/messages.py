@@ -314,10 +314,10 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/messages", responses={**answers(AnthropicMessage, streams=True), **FAILURES})
 async def create_message(
     http: Request,
+    body: Annotated[MessagesBody, Depends(json_body(MessagesBody, spends=True))],
     model: InModel,
     responder: InResponder,
     engine: InEngine,
-    body: Annotated[MessagesBody, Depends(json_body(MessagesBody, spends=True))],
 ) -> Response:
     """Answer a conversation."""
     named = model.find(body.model)
@@ -359,7 +359,9 @@ async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat, 
 
 @router.post("/v1/messages/count_tokens", responses=FAILURES)
 async def count_tokens(
-    http: Request, model: InModel, body: Annotated[CountBody, Depends(json_body(CountBody))]
+    http: Request,
+    body: Annotated[CountBody, Depends(json_body(CountBody))],
+    model: InModel,
 ) -> dict[str, int]:
     """Count the prompt's tokens."""
     named = model.find(body.model)

@@ -44,12 +44,12 @@ class Reply(NamedTuple):
 class Dispatcher:
     """Asks an application. Cancelling `ask` ends the request in the engine."""
 
-    def __init__(self, app: ASGIApp, emit: Listener) -> None:
-        self._app, self._emit = app, emit
+    def __init__(self, app: ASGIApp, emit: Listener, *, is_background: bool) -> None:
+        self._app, self._emit, self._is_background = app, emit, is_background
 
     async def ask(self, path: str, document: bytes, account: Account | None) -> Reply:
         """POST a JSON document on an account; there always is a reply."""
-        state = RequestState(uuid.uuid4().hex, account=account)
+        state = RequestState(uuid.uuid4().hex, is_background=self._is_background, account=account)
         if account is not None:
             state.owner = account.tenant.name
             CALLER.set(state.owner)

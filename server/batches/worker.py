@@ -20,14 +20,13 @@ import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 from engine.core.errors import shorten
-from engine.core.stats import Stats
-from engine.handle import EngineHandle
+from server.answers.models import Models
 from server.batches.dispatch import Dispatcher, answered, unanswered, write_files
 from server.batches.folder import DataFolder
 from server.batches.lines import MAX_ERRORS, MAX_LINES, Piece, read_body, read_piece
@@ -67,12 +66,12 @@ class BatchWorker:
     """`start` once, `wake` when a batch was added or changed, `stop` once."""
 
     def __init__(
-        self, store: StoreThread, folder: DataFolder, bodies: BodyReader, *, max_running: int, max_line_bytes: int
+        self, store: StoreThread, folder: DataFolder, bodies: BodyReader, models: Models, max_line_bytes: int
     ) -> None:
         self._store = store
         self._folder = folder
         self._bodies = bodies
-        self._max_running = max_running
+        self._models = models
         self._max_line_bytes = max_line_bytes
         self._running: dict[Key, Running] = {}  # the oldest first
         self._hurried: Key | None = None  # the line that runs, or ran last, in the foreground
@@ -83,20 +82,11 @@ class BatchWorker:
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
 
-    def start(
-        self,
-        background: Dispatcher,
-        foreground: Dispatcher,
-        stats: Stats,
-        is_dead: Callable[[], bool],
-        tenancy: Tenancy,
-    ) -> None:
-        """`is_dead` returns whether the engine has died."""
+    def start(self, background: Dispatcher, foreground: Dispatcher, tenancy: Tenancy) -> None:
+        """Begin to run lines."""
         self._tenancy = tenancy
         self._background = background
         self._foreground = foreground
-        self._stats = stats
-        self._is_dead = is_dead
         self._task = asyncio.create_task(self._main())
 
     def wake(self) -> None:
@@ -139,10 +129,11 @@ class BatchWorker:
                 await self._finish(batch, end)
             else:
                 next_s = min(next_s, batch.expires_at - now, poll_s)
-        room = self._max_running - len(self._running)
+        # As many lines run as the engines have slots, so that they fill them while those are otherwise idle.
+        room = sum(engine.config.max_num_seqs for engine in self._models.engines) - len(self._running)
         if not self._running:
             self._watch(PATIENCE_S)
-        if room > 0 and not self._is_dead() and not self._is_stopping:
+        if room > 0 and not self._models.is_dead and not self._is_stopping:
             accounts = self._tenancy.owners
             for line in await self._take(room, accounts):
                 self._begin(line, accounts[line.owner], self._background)
@@ -184,7 +175,8 @@ class BatchWorker:
 
     def _lead(self) -> int:
         """Return the number of background steps minus that of all other steps."""
-        return 2 * self._stats.background_steps - self._stats.steps
+        stats = [engine.stats for engine in self._models.engines]
+        return sum(2 * each.background_steps - each.steps for each in stats)
 
     def _begin(self, line: PendingLine, account: Account | None, dispatcher: Dispatcher) -> None:
         task = asyncio.create_task(self._run(line, account, dispatcher))
@@ -229,7 +221,7 @@ class BatchWorker:
         if reply.status in NOT_NOW:
             await asyncio.sleep(RETRY_S)
             raise _NotNowError
-        return None if reply.status >= 500 and self._is_dead() else answered(line, reply)
+        return None if reply.status >= 500 and self._models.is_dead else answered(line, reply)
 
     async def _record(self) -> None:
         """Store what ended lines came to. If the disk fails, the next turn tries again."""
@@ -347,27 +339,19 @@ def _end_of(current: OpenBatch, now: float) -> BatchStatus | None:
 class BatchService:
     """Opens the data folder; runs batches from `start` to `stop`."""
 
-    def __init__(self, config: AppConfig, engine: EngineHandle, bodies: BodyReader, tenancy: Tenancy) -> None:
+    def __init__(self, config: AppConfig, models: Models, bodies: BodyReader, tenancy: Tenancy) -> None:
         """Raises ConfigError for a --data-dir that cannot be used."""
         assert config.data_dir is not None
         self.folder = DataFolder(config.data_dir)
         store = Store(self.folder.database)
         self.folder.sweep(store.file_ids())
         self.store = StoreThread(store)
-        # As many lines run as the engine has slots, so that they fill it while it is otherwise idle.
-        max_running = engine.config.max_num_seqs
-        self.worker = BatchWorker(
-            self.store, self.folder, bodies, max_running=max_running, max_line_bytes=config.max_body_bytes
-        )
-        self._engine = engine
+        self.worker = BatchWorker(self.store, self.folder, bodies, models, config.max_body_bytes)
         self._tenancy = tenancy
 
     def start(self, background: Dispatcher, foreground: Dispatcher) -> None:
         """Begin to run batches, each on its owner's account."""
-        engine = self._engine
-        self.worker.start(
-            background, foreground, engine.stats, lambda: engine.health().error is not None, self._tenancy
-        )
+        self.worker.start(background, foreground, self._tenancy)
 
     def close(self) -> None:
         self.store.close()

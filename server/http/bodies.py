@@ -18,17 +18,15 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
 from engine.core.errors import shorten
-from engine.handle import EngineHandle
 from engine.system.child_process import ChildCrashError, ChildError, ChildProcess, ChildTimeoutError
 from engine.system.similar import closest
-from engine.text.chat.limits import ModelLimits
 from engine.text.fields.body import RequestBody
 from server.http.middleware import CALLER, RequestState, Turns
 from server.http.packed_json import unpack
@@ -268,13 +266,22 @@ def _not_read(message: str) -> ApiError:
     return ApiError(503, "body_not_read", message, type="server_error", headers={"retry-after": "1"})
 
 
+class ModelFinder(Protocol):
+    """The models that requests name; server/answers/models.py has them."""
+
+    @property
+    def request_s(self) -> float:
+        """Return how long requests take on average."""
+
+    def find(self, name: str | None) -> Any:
+        """Return the parts of a model. Raises a 404."""
+
+
 class RequestReader:
     """Checks a request's headers and limits, and reads its body."""
 
-    def __init__(
-        self, bodies: BodyReader, engine: EngineHandle, limits: ModelLimits, config: AppConfig, emit: Listener
-    ) -> None:
-        self._bodies, self._engine, self._limits, self._emit = bodies, engine, limits, emit
+    def __init__(self, bodies: BodyReader, models: ModelFinder, config: AppConfig, emit: Listener) -> None:
+        self._bodies, self._models, self._emit = bodies, models, emit
         self._max_bytes, self._is_strict = config.max_body_bytes, config.strict_fields
         # What a daemon of this role does not do with a hand-over.
         self._drops_decode, self._drops_prefill = config.role != "prefill", config.role != "decode"
@@ -283,7 +290,7 @@ class RequestReader:
         """Return the body. Unknown fields and dropped hints are named in a header, or refused with --strict-fields."""
         state: RequestState = request.scope[STATE]
         if spends and state.account is not None:
-            state.enter(self._engine.stats.e2e_s.mean)
+            state.enter(self._models.request_s)
         too_large = f"The request body is larger than {self._max_bytes} bytes; send less (--max-body-bytes)."
         pieces = limited(request, self._max_bytes, too_large)
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -298,7 +305,8 @@ class RequestReader:
             await self._bodies.turns.take()
             IS_LARGE.set(is_large(raw))
             body = await self._bodies.read(model, raw) if IS_LARGE.get() else self._bodies.read_small(model, raw)
-        find = partial(body.without_effect, self._limits)
+        state.parts = self._models.find(getattr(body, "model", None))
+        find = partial(body.without_effect, state.parts.model.limits)
         names = await run_slowly(find) if IS_LARGE.get() else find()
         transfer = getattr(body, "kv_transfer_params", None)
         if transfer is not None and self._drops(transfer):

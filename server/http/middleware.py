@@ -48,6 +48,8 @@ class RequestState:
     request_id: str
     begun_s: float | None = None  # Unix time of its arrival; None of a batch line
     is_anthropic: bool = False  # a request of Anthropic's API
+    is_background: bool = False  # a line of a batch that runs while the engine is otherwise idle
+    parts: Any = None  # of the model that the body names, see server/answers/models.py
     account: Account | None = None  # left by the guard
     owner: str = DEFAULT  # of what the request stores, see server/tenancy/tenancy.py
     is_open: bool = False  # the account counts it

@@ -43,7 +43,10 @@ router = APIRouter()
 
 @router.post("/v1/batches")
 async def create_batch(
-    model: InModel, batches: InBatches, owner: InOwner, body: Annotated[BatchBody, Depends(json_body(BatchBody))]
+    body: Annotated[BatchBody, Depends(json_body(BatchBody))],
+    model: InModel,
+    batches: InBatches,
+    owner: InOwner,
 ) -> Batch:
     """Create a batch that runs the requests of a file."""
     if body.endpoint not in ENDPOINTS:

@@ -199,9 +199,9 @@ router = APIRouter()
 @router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def create_chat_completion(
     http: Request,
+    body: Annotated[ChatBody, Depends(json_body(ChatBody, spends=True))],
     model: InModel,
     responder: InResponder,
-    body: Annotated[ChatBody, Depends(json_body(ChatBody, spends=True))],
 ) -> Response:
     """Answer a conversation."""
     named = model.find(body.model)

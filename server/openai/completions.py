@@ -181,9 +181,9 @@ def completion_params(body: CompletionBody, limits: ModelLimits) -> SamplingPara
 @router.post("/v1/completions", responses=answers(Completion, streams=True))
 async def create_completion(
     http: Request,
+    body: Annotated[CompletionBody, Depends(json_body(CompletionBody, spends=True))],
     model: InModel,
     responder: InResponder,
-    body: Annotated[CompletionBody, Depends(json_body(CompletionBody, spends=True))],
 ) -> Response:
     """Continue one or several prompts."""
     named = model.find(body.model)

@@ -9,9 +9,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from engine.handle import EngineHandle
-from server.answers.model import ServedModel
-from server.answers.parts import InConfig, InEngine, InModel, InOwner
+from server.answers.models import ModelParts
+from server.answers.parts import InModels, InOwner
 from server.http.middleware import state_of
 from server.http.openapi import answers
 from server.protocol.documents import ResponseBody
@@ -97,10 +96,10 @@ class ModelPageQuery(BaseModel):
 router = APIRouter()
 
 
-def _card(engine: EngineHandle, model: ServedModel, root: str, owner: str, name: str) -> ModelCard:
+def _card(parts: ModelParts, owner: str, name: str) -> ModelCard:
     """Return the description of a served name, the model's or an adapter's; only the operator sees its path."""
-    loaded = engine.adapters.get(name)
-    path = root if loaded is None else loaded.path
+    model, loaded = parts.model, parts.engine.adapters.get(name)
+    path = parts.config.model if loaded is None else loaded.path
     return ModelCard(
         id=name,
         object="model",
@@ -118,19 +117,18 @@ def _json(answer: ResponseBody) -> Response:
 
 
 @router.get("/v1/models", responses=answers(ModelList))
-async def list_models(http: Request, engine: InEngine, model: InModel, config: InConfig, owner: InOwner) -> Response:
+async def list_models(http: Request, models: InModels, owner: InOwner) -> Response:
     """List the names that requests may use."""
-    names = [*model.names, *engine.adapters]
-    cards = [_card(engine, model, config.model, owner, name) for name in names]
+    cards = [
+        _card(parts, owner, name) for parts in models.loaded for name in (*parts.model.names, *parts.engine.adapters)
+    ]
     if state_of(http.scope).is_anthropic:
         return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))
     return _json(ModelList(object="list", data=cards))
 
 
 @router.get("/v1/models/{name:path}", responses=answers(ModelCard))
-async def retrieve_model(
-    http: Request, engine: InEngine, model: InModel, config: InConfig, owner: InOwner, name: str
-) -> Response:
+async def retrieve_model(http: Request, models: InModels, owner: InOwner, name: str) -> Response:
     """Return a model, or a 404."""
-    card = _card(engine, model, config.model, owner, model.find(name).name)
+    card = _card(models.find(name), owner, name)
     return _json(card.for_anthropic() if state_of(http.scope).is_anthropic else card)

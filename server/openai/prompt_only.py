@@ -190,10 +190,10 @@ class Embeddings(ResponseBody):
 @router.post("/v1/embeddings", responses=answers(Embeddings))
 async def create_embeddings(
     http: Request,
+    body: Annotated[EmbeddingBody, Depends(json_body(EmbeddingBody, spends=True))],
     model: InModel,
     responder: InResponder,
     config: InConfig,
-    body: Annotated[EmbeddingBody, Depends(json_body(EmbeddingBody, spends=True))],
 ) -> Response:
     """Return one vector an input, made of the model's final hidden states."""
     model.reader.require_vectors()
@@ -248,10 +248,10 @@ class PooledList(Numbers):
 @router.post("/pooling", responses=answers(PooledList))
 async def create_pooling(
     http: Request,
+    body: Annotated[PoolingBody, Depends(json_body(PoolingBody, spends=True))],
     model: InModel,
     responder: InResponder,
     config: InConfig,
-    body: Annotated[PoolingBody, Depends(json_body(PoolingBody, spends=True))],
 ) -> Response:
     """Return what the model makes of each input: a vector, or the scores of its labels."""
     settings = model.reader.settings

@@ -91,10 +91,10 @@ class Scores(Numbers):
 @router.post("/score", responses=answers(Scores))
 async def create_score(
     http: Request,
+    body: Annotated[ScoreBody, Depends(json_body(ScoreBody, spends=True))],
     model: InModel,
     responder: InResponder,
     config: InConfig,
-    body: Annotated[ScoreBody, Depends(json_body(ScoreBody, spends=True))],
 ) -> Response:
     """Return the log likelihood of each text_2 as the continuation of its text_1; without an LM head, how well they match."""
     named = model.find(body.model)
@@ -262,10 +262,10 @@ class Ranking(ResponseBody):
 @router.post("/rerank", responses=answers(Ranking))
 async def create_ranking(
     http: Request,
+    body: Annotated[RerankBody, Depends(json_body(RerankBody, spends=True))],
     model: InModel,
     responder: InResponder,
     config: InConfig,
-    body: Annotated[RerankBody, Depends(json_body(RerankBody, spends=True))],
 ) -> Response:
     """Sort documents by how well they answer a query: by a classifier of one label, or by the vectors of an embedder."""
     model.reader.require_relevance()
@@ -312,10 +312,10 @@ class Classes(Numbers):
 @router.post("/classify", responses=answers(Classes))
 async def classify(
     http: Request,
+    body: Annotated[ClassifyBody, Depends(json_body(ClassifyBody, spends=True))],
     model: InModel,
     responder: InResponder,
     config: InConfig,
-    body: Annotated[ClassifyBody, Depends(json_body(ClassifyBody, spends=True))],
 ) -> Response:
     """Return the scores of a classifier's labels for each input."""
     model.reader.require_labels()

@@ -63,11 +63,11 @@ def _check_allowed(config: AppConfig, owner: str) -> None:
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load_lora_adapter(
+    body: Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))],
     engine: InEngine,
     turn: InAdapterTurn,
     config: InConfig,
     owner: InOwner,
-    body: Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))],
 ) -> Response:
     """Load an adapter from a folder of this machine; requests may then name it."""
     _check_allowed(config, owner)
@@ -83,11 +83,11 @@ async def load_lora_adapter(
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_lora_adapter(
+    body: Annotated[UnloadAdapterBody, Depends(json_body(UnloadAdapterBody))],
     engine: InEngine,
     turn: InAdapterTurn,
     config: InConfig,
     owner: InOwner,
-    body: Annotated[UnloadAdapterBody, Depends(json_body(UnloadAdapterBody))],
 ) -> Response:
     """Unload an adapter; its memory is freed when the last request that uses it ends."""
     _check_allowed(config, owner)

@@ -9,44 +9,45 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import ShuttingDownError
 from engine.system.version import VERSION
-from server.answers.client import EngineClient
-from server.answers.parts import InClient, InConfig, InMetrics, InOwner, check_operator
+from server.answers.models import Models
+from server.answers.parts import InConfig, InMetrics, InModels, InOwner, check_operator
 from server.protocol.errors import ApiError
 
 router = APIRouter()
 
 
-def check_health(client: EngineClient, stall_limit_s: float) -> None:
-    """Raise a 503 if the engine thread does not run, or has work and makes no step."""
-    health = client.engine.health()
-    if not health.alive and not client.is_draining:
-        message = health.error or "The engine thread is not running."
+def check_health(models: Models, stall_limit_s: float, name: str | None = None) -> None:
+    """Raise a 503 if no engine lives, or one has work and makes no step; or of one model, if a name is given."""
+    healths = [parts.engine.health() for parts in (models.loaded if name is None else [models.find(name)])]
+    if not (any(health.alive for health in healths) or models.is_draining):
+        message = next((health.error for health in healths if health.error), "The engine thread is not running.")
         raise ApiError(503, "engine_dead", message, type="server_error")
-    if health.seconds_since_step > stall_limit_s:
-        message = f"The engine has work but made no step for {health.seconds_since_step:.0f} s."
+    stalled_s = max((health.seconds_since_step for health in healths), default=0.0)
+    if stalled_s > stall_limit_s:
+        message = f"The engine has work but made no step for {stalled_s:.0f} s."
         raise ApiError(503, "internal_error", message, type="server_error")
 
 
 @router.get("/health", response_class=PlainTextResponse)
-async def health(client: InClient, config: InConfig) -> Response:
-    """Liveness: the engine thread runs, and makes steps while it has work."""
-    check_health(client, config.stall_limit_s)
+async def health(models: InModels, config: InConfig, model: str | None = None) -> Response:
+    """Liveness: an engine lives, or that of `model`, and makes steps while it has work."""
+    check_health(models, config.stall_limit_s, model)
     return PlainTextResponse("ok\n")
 
 
 @router.get("/ready", response_class=PlainTextResponse)
-async def ready(client: InClient, config: InConfig) -> Response:
+async def ready(models: InModels, config: InConfig, model: str | None = None) -> Response:
     """Readiness: requests are accepted now."""
-    check_health(client, config.stall_limit_s)
-    if client.is_draining:
+    check_health(models, config.stall_limit_s, model)
+    if models.is_draining:
         raise ShuttingDownError("The server is shutting down.")
     return PlainTextResponse("ok\n")
 
 
 @router.get("/load")
-async def load(client: InClient) -> dict[str, Any]:
+async def load(models: InModels) -> dict[str, Any]:
     """Return the number of open requests."""
-    return {"server_load": client.num_open}
+    return {"server_load": models.num_open}
 
 
 @router.get("/version")

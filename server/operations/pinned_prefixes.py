@@ -108,6 +108,8 @@ def _requests(line: str, model: ServedModel, engine: EngineHandle) -> list[Reque
         )
     if isinstance(body, ChatBody) and body.images:
         raise InvalidRequestError("it has images, and prefixes of text alone are kept; leave them out.")
+    if body.model is not None and not any(model.has(body.model, aliases=aliases) for aliases in (False, True)):
+        raise InvalidRequestError(f"the model {body.model!r} is not served.")
     adapter = model.find(body.model).adapter
     requests = [
         Request(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ from fastapi import APIRouter
 
 from engine.core.errors import shorten
 from engine.core.stats import SequenceView
-from engine.text.tokenizer import TextTokenizer
-from server.answers.parts import InEngine, InLive, InModel, InOwner, InRequestLog
+from server.answers.models import ModelParts, Models
+from server.answers.parts import InModels, InOwner, InRequestLog
 from server.http.threads import run_slowly
 from server.protocol.errors import ApiError, to_api_error
 from server.telemetry.events import TAG_CHARS, AnswerMetrics, HttpAnswered, Outcome, RequestRecord
@@ -25,20 +25,17 @@ router = APIRouter()
 
 
 @router.get("/v1/requests")
-async def list_requests(log: InRequestLog, model: InModel, engine: InEngine, owner: InOwner) -> dict[str, Any]:
+async def list_requests(log: InRequestLog, models: InModels, owner: InOwner) -> dict[str, Any]:
     """Return the last requests, newest first: open ones, answered POSTs, and every refused one.
 
     Tenants see their own. As in the live view, an id is only its first characters, too few to use another's answer. Nothing
     of a prompt is shown.
     """
-    describe = partial(_prefix, model.tokenizer, has_states=engine.config.state_blocks > 0, shows_text=False)
-    return {"object": "list", "data": [_entry(entry, describe) for entry in log.latest(owner)]}
+    return {"object": "list", "data": [_entry(entry, models) for entry in log.latest(owner)]}
 
 
 @router.get("/v1/requests/{name:path}")
-async def retrieve_request(
-    log: InRequestLog, live: InLive, model: InModel, engine: InEngine, owner: InOwner, name: str
-) -> dict[str, Any]:
+async def retrieve_request(log: InRequestLog, models: InModels, owner: InOwner, name: str) -> dict[str, Any]:
     """Return an open request, or one of the last that ended; 404 for any other."""
     record = log.find(owner, name)
     if record is None:
@@ -47,33 +44,29 @@ async def retrieve_request(
             "give the x-request-id of an answer's headers, or an answer's id."
         )
         raise ApiError(404, "request_not_found", message, "id")
-    views, place = list[SequenceView](), None
-    if record.end is None:
+    views, place, parts = list[SequenceView](), None, models.named(record.model)
+    if record.end is None and parts is not None:
         ids = record.engine_ids
-        place = await live.place(ids)
-        views = await live.sequences(ids)
-    prefix, has_states = record.outcome.prefix, engine.config.state_blocks > 0
-    words = partial(_prefix, model.tokenizer, prefix, has_states=has_states, shows_text=True)
+        place = await parts.live.place(ids)
+        views = await parts.live.sequences(ids)
+    words = partial(_prefix, parts, record.outcome.prefix, shows_text=True)
     return _document(record, views, place) | {"prefix": await run_slowly(words)}  # it may have ended in between
 
 
-def _prefix(
-    tokenizer: TextTokenizer, end: PrefixEnd | None, *, has_states: bool, shows_text: bool
-) -> dict[str, Any] | None:
-    """Return why a prefix ends where it does, as JSON."""
-    if end is None:
+def _prefix(parts: ModelParts | None, end: PrefixEnd | None, *, shows_text: bool) -> dict[str, Any] | None:
+    """Return why a prefix ends where it does, as JSON; None once its model is not loaded any more."""
+    if end is None or parts is None:
         return None
+    has_states = parts.engine.config.state_blocks > 0
     return {
         "cause": end.cause,
         "position": end.position,
         "reusable_tokens": 0 if end.fork is None else end.fork.num_reusable,
-        "message": in_words(end, tokenizer, has_states=has_states, shows_text=shows_text),
+        "message": in_words(end, parts.model.tokenizer, has_states=has_states, shows_text=shows_text),
     }
 
 
-def _entry(
-    entry: RequestRecord | HttpAnswered, describe: Callable[[PrefixEnd | None], dict[str, Any] | None]
-) -> dict[str, Any]:
+def _entry(entry: RequestRecord | HttpAnswered, models: Models) -> dict[str, Any]:
     """Return a request of the list as JSON; the status of an open one is null."""
     caller = entry.caller
     assert caller is not None
@@ -92,6 +85,7 @@ def _entry(
         "address": caller.address,
         "user_agent": caller.agent,
         "tenant": caller.tenant,
+        "model": None if record is None else record.model,
         "status": None if answered is None else answered.status or None,
         "seconds": None if answered is None else round(answered.seconds, 3),
         "error": None if error is None else {"code": error.code, "message": error.logged},
@@ -99,7 +93,9 @@ def _entry(
         "finish_reasons": [] if outcome is None else outcome.finish_reasons,
         "usage": None if outcome is None else outcome.usage.model_dump(),
         "metrics": None if outcome is None else _metrics(outcome),
-        "prefix": None if outcome is None else describe(outcome.prefix),
+        "prefix": None
+        if record is None or outcome is None
+        else _prefix(models.named(record.model), outcome.prefix, shows_text=False),
     }
 
 
@@ -118,6 +114,7 @@ def _document(record: RequestRecord, views: Sequence[SequenceView], place: Queue
         "object": "request",
         "answer_id": record.answer_id,
         "endpoint": record.endpoint,
+        "model": record.model,
         "adapter": record.adapter,
         "stream": record.stream,
         "tenant": None if record.account is None else record.account.tenant.name,

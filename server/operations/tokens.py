@@ -67,7 +67,9 @@ MAX_INLINE_TOKENS = 2048  # about 2 ms; more are spelled on a worker thread
 
 @router.post("/tokenize", responses=answers(Tokenized))
 async def tokenize(
-    http: Request, model: InModel, body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]
+    http: Request,
+    body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))],
+    model: InModel,
 ) -> Response:
     """Return the token ids of a text or of a rendered conversation."""
     model.find(body.model)
@@ -96,7 +98,10 @@ async def tokenizer_info(model: InModel) -> dict[str, Any]:
 
 
 @router.post("/detokenize", responses=answers(Detokenized))
-async def detokenize(model: InModel, body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]) -> Response:
+async def detokenize(
+    body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))],
+    model: InModel,
+) -> Response:
     """Return the text of token ids, with special tokens spelled out."""
     model.find(body.model)
 

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from engine.core.errors import EngineDeadError
-from server.answers.client import EngineClient
+from server.answers.models import Models
 from server.daemon import LEAVE_S, WATCH_S, leave
 from server.http.in_process import Forwarded, Piece, respond
 from server.operations.health import check_health
@@ -54,7 +54,7 @@ class Daemon:
         self._app = await asyncio.to_thread(open_app, argv)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
-        self._client: EngineClient = self._app.state.client
+        self._models: Models = self._app.state.models
         self._num_open = 0
         self._watcher = asyncio.create_task(self._watch())
 
@@ -63,8 +63,9 @@ class Daemon:
         while not (fault := self._fault()):  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(WATCH_S)
         log.critical("exiting: %s", fault)
-        self._client.engine.order_stop(0.0)  # refuses what the router still sends
-        self._client.abandon(EngineDeadError(f"{fault} Send the request again."))
+        for engine in self._models.engines:
+            engine.order_stop(0.0)  # refuses what the router still sends
+        self._models.abandon(EngineDeadError(f"{fault} Send the request again."))
         for _ in range(int(LEAVE_S / WATCH_S)):
             if self._num_open:
                 await asyncio.sleep(WATCH_S)
@@ -73,7 +74,7 @@ class Daemon:
     def _fault(self) -> str:
         """Return why /health is red, or ""."""
         try:
-            check_health(self._client, self._app.state.config.stall_limit_s)
+            check_health(self._models, self._app.state.config.stall_limit_s)
         except ApiError as error:
             return error.message
         return ""

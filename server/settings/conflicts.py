@@ -25,6 +25,15 @@ def _is_url(text: str) -> bool:
 # `c` is the Settings.
 CONFLICTS = (
     Conflict(
+        lambda c: c.models and (c.model or c.served_model_name),
+        "--models does not go with one MODEL or --served-model-name; give an item of --models its served-model-name.",
+    ),
+    Conflict(
+        lambda c: c.models and (c.role != "both" or c.record or c.kv_events_config or c.tensor_parallel_size > 1),
+        "--models does not go with --kv-transfer-config, --record, --kv-events-config or --tensor-parallel-size; serve such "
+        "a model alone.",
+    ),
+    Conflict(
         lambda c: c.role == "decode" and not c.prefill_url and not c.kv_connector_peers,
         "--kv-transfer-config: role is 'decode', which needs prefill_url, the address of a prefill daemon; or peers, if a "
         "router asks it.",

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from engine.core.errors import ConfigError
 from engine.settings.foreign import SPELLINGS, narrower, refuse, split, unread_variables
 from engine.settings.setting import Declared, describe, fault, features, names_of, to_flag
-from server.settings.settings import DECLARED, ENV_PREFIX, Settings, Sources, read_sources, suggestion
+from server.settings.settings import DECLARED, ENV_PREFIX, Settings, read_entry, read_sources, suggestion
 
 GROUPS = (  # the headings of --help, in order
     "Model",
@@ -66,7 +66,7 @@ def make_parser(settings: Iterable[Declared] = DECLARED, shown: str = _ALL) -> a
     """
     parser = _Parser(
         prog="quire serve",
-        usage="quire serve [MODEL] [--flag VALUE ...]",
+        usage="quire serve [MODEL ...] [--flag VALUE ...]",
         description="Serve a model to OpenAI clients.",
         epilog=_EPILOG,
         allow_abbrev=False,
@@ -110,7 +110,7 @@ def _add_option(section: argparse._ArgumentGroup, each: Declared, shown: str) ->
     is_shown = _names(each.name, shown) if shown else setting.is_essential
     text = _escape(f"{text} [default: {default_of(each)}]") if is_shown else argparse.SUPPRESS
     if each.name == "model":
-        section.add_argument(each.name, nargs="?", metavar=metavar, help=text)
+        section.add_argument(each.name, nargs="*", metavar=metavar, help=text)
     elif bool in (each.type, *get_args(each.type)):
         section.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
     elif each.default == ():
@@ -139,21 +139,34 @@ def load_settings(argv: Sequence[str]) -> Settings:
     """Return the settings of a command line, the variables and the file they name. Raises ConfigError."""
     words, foreign = split(argv)
     given, unknown = make_parser().parse_known_args(words)
-    sources = read_sources(DECLARED, vars(given), os.environ, foreign)
-    flags = [word for word in unknown if word.startswith("-")] or unknown[:1]  # the rest are their values
-    refuse([*sources.faults, *map(_unknown, flags)])
-    try:
-        settings = Settings(**sources.values)
-    except ValidationError as error:
-        raise ConfigError(_sentence(error.errors()[0], sources)) from None
-    for each in DECLARED:
-        value = getattr(settings, each.name)
-        if wanted := fault(each, value):
-            raise ConfigError(f"{each.spelling} is {describe(value)}{_set_by(each.name, sources.origins)}; {wanted}.")
-    settings.origins.update(sources.origins)
+    flags = vars(given)
+    if words := flags.pop("model", []):
+        flags |= {"models": words} if len(words) > 1 else {"model": words[0]}
+    sources = read_sources(DECLARED, flags, os.environ, foreign)
+    rest = [word for word in unknown if word.startswith("-")] or unknown[:1]  # the others are their values
+    refuse([*sources.faults, *map(_unknown, rest)])
+    settings = _checked(sources.values, sources.origins)
+    shared = {name: value for name, value in sources.values.items() if name not in ("model", "models")}
+    for index, entry in enumerate(settings.models, 1):
+        own = read_entry(entry, index)
+        settings.each.append(_checked(shared | own, sources.origins | dict.fromkeys(own, f"models, item {index}")))
     settings.remarks.extend([*sources.remarks, *narrower(settings)])
     if unread := unread_variables(os.environ):
         settings.remarks.append(f"{', '.join(unread)} (variables of other servers; Quire's begin with {ENV_PREFIX})")
+    return settings
+
+
+def _checked(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
+    """Return settings whose values are of the right types and within their bounds. Raises ConfigError."""
+    try:
+        settings = Settings(**values)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error.errors()[0], origins)) from None
+    for each in DECLARED:
+        value = getattr(settings, each.name)
+        if wanted := fault(each, value):
+            raise ConfigError(f"{each.spelling} is {describe(value)}{_set_by(each.name, origins)}; {wanted}.")
+    settings.origins.update(origins)
     return settings
 
 
@@ -196,10 +209,10 @@ _WANTED = {
 }
 
 
-def _sentence(error: ErrorDetails, sources: Sources) -> str:
+def _sentence(error: ErrorDetails, origins: Mapping[str, str]) -> str:
     """Return the sentence for a fault that pydantic found."""
     name = str(error["loc"][0])
     each = next(each for each in DECLARED if each.name == name)
     value = "not understood" if each.setting.is_secret else repr(error["input"])
     wanted = f"it must be {_WANTED[error['type']]}" if error["type"] in _WANTED else error["msg"]
-    return f"{each.spelling} is {value}{_set_by(name, sources.origins)}; {wanted}."
+    return f"{each.spelling} is {value}{_set_by(name, origins)}; {wanted}."

@@ -25,6 +25,12 @@ class ServeConfig:
         unset="the embedded SmolLM2-135M-Instruct",
         is_essential=True,
     )
+    models: tuple[Any, ...] = _model(
+        (),
+        "MODEL",
+        "several models instead, each a name, or in the file of --config a mapping of `model` and the settings in which it differs",
+        unset="MODEL alone",
+    )
     served_model_name: tuple[str, ...] = _model(
         (),
         "NAME",

@@ -167,6 +167,7 @@ class Settings(_Model):  # type: ignore[misc]  # its fields are those of DECLARE
 
     origins: dict[str, str] = Field(default_factory=dict, exclude=True)  # of what was given; "" is the command line
     remarks: list[str] = Field(default_factory=list, exclude=True)  # on what has no effect, and why
+    each: list[Settings] = Field(default_factory=list, exclude=True)  # of several models, with what they share
 
     def engine_config(self, model: str) -> EngineConfig:
         """Return the engine's settings, with the path of the model. Raises ConfigError."""
@@ -254,6 +255,27 @@ def read_sources(
             expanded = expand(settings, name, value)
             found.values.update(expanded)
             found.origins.update(dict.fromkeys(expanded, origins[name]))
+    return found
+
+
+_OWN_GROUPS = ("Model", "Device and memory", "Scheduling", "LoRA adapters")  # of what a model may have apart
+
+
+def read_entry(entry: object, index: int) -> dict[str, Any]:
+    """Return the settings of an item of `models`. Raises ConfigError."""
+    if isinstance(entry, str):
+        return {"model": entry}
+    place = f"--models, item {index},"
+    if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
+        raise ConfigError(f"{place} is {entry!r}; it must be a model, or a mapping with a key model.")
+    own = names_of([each for each in DECLARED if each.setting.group in _OWN_GROUPS and each.name != "models"])
+    found: dict[str, Any] = {}
+    for key, value in entry.items():
+        name = str(key).replace("-", "_")
+        if name not in own:
+            hint = suggestion(str(key), [each.replace("_", "-") for each in own])
+            raise ConfigError(f"{place} sets {key!r}, which is not a setting of one model{hint or '; remove it.'}")
+        found |= expand(DECLARED, name, value)
     return found
 
 

@@ -243,6 +243,7 @@ class RequestRecord:
     request_id: str
     answer_id: str
     endpoint: str
+    model: str  # its first name
     stream: bool
     requests: Sequence[Request]  # emptied at the end: they hold the prompts
     adapter: str | None

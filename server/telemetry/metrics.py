@@ -5,7 +5,9 @@ event loop thread. event_metrics.py has the metrics of events.
 
 A metric of the engine is one row of metric_rows.json, which reads a field of Stats or what is computed here of several;
 engine/core/scheduling/stats_recorder.py counts it. The rows of `spans` and `history` read other counts. VLLM_METRICS are the
-same rows under vLLM's names; those of `grammars` lack the labels of the others.
+same rows under vLLM's names.
+
+Each model has a registry of its engine's metrics, which is here while the model is loaded; all have its name as a label.
 
 Code that blocks the event loop delays every stream, probe and scrape, so a timer measures four times a second how late the loop
 is. The worst recent lag is reported, so that a scrape finds a stall that is over. A stall shorter than PERIOD_S may be missed,
@@ -42,7 +44,7 @@ from engine.core.stats import FailureCause, Histogram
 from engine.handle import EngineHandle
 from engine.system.version import VERSION
 from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
-from server.telemetry.events import Listener
+from server.telemetry.events import Event, Listener, RequestEnded
 
 PERIOD_S = 0.25
 WINDOW_S = 45.0  # a scrape interval is shorter
@@ -186,31 +188,72 @@ class LoraCollector(Collector):
         yield family
 
 
+class ModelCollector(Collector):
+    """The metrics of all models, each family once."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, ModelMetrics] = {}
+
+    def collect(self) -> Iterator[Any]:
+        families: dict[str, Any] = {}
+        for model in list(self.models.values()):
+            for family in model.registry.collect():
+                if (first := families.setdefault(family.name, family)) is not family:
+                    first.samples += family.samples
+        yield from families.values()
+
+    def observe(self, event: Event) -> None:
+        """Count an event of a model. Any thread."""
+        if isinstance(event, RequestEnded) and (model := self.models.get(event.record.model)) is not None:
+            model.observe(event)
+
+
 class Metrics:
     """Everything that /metrics shows; `listeners` count events. Event loop."""
 
-    def __init__(self, engine: EngineHandle, model_name: str, compat_vllm: bool) -> None:
-        self._registry = CollectorRegistry()
-        self._model_name = model_name
+    def __init__(self, *, compat_vllm: bool) -> None:
+        self.registry, self._compat_vllm = CollectorRegistry(), compat_vllm
+        self._models = ModelCollector()
         self.loop_lag = LoopLag()
-        self._registry.register(RowCollector(lambda: engine.stats, METRICS, model_name=model_name))
-        self._registry.register(RowCollector(lambda: engine.stats, ROWS["grammars"]))
-        self._registry.register(RowCollector(lambda: engine, ROWS["engine"], model_name=model_name))
-        self._registry.register(RowCollector(lambda: self.loop_lag, ROWS["event_loop"]))
-        self._add_engine(engine)
+        self.registry.register(RowCollector(lambda: self.loop_lag, ROWS["event_loop"]))
+        self.registry.register(self._models)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._registry)
-        self.listeners: list[Listener] = [EventMetrics(self._registry).observe]  # any thread
+            collector(registry=self.registry)
+        self.listeners: list[Listener] = [EventMetrics(self.registry).observe]  # any thread
         if compat_vllm:
-            self._add_vllm(engine)
+            self.listeners.append(self._models.observe)
 
     def render(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    def add_counts(self, group: str, counts: object) -> None:
-        """Export the rows of a group, such as what became of spans, which do not exist where nothing counts them."""
-        self._registry.register(RowCollector(lambda: counts, ROWS[group]))
+    def add_spans(self, counts: object) -> None:
+        """Export what became of spans; the rows do not exist where nothing counts them."""
+        self.registry.register(RowCollector(lambda: counts, ROWS["spans"]))
+
+    def add_model(self, name: str, engine: EngineHandle, history: object | None = None) -> Metrics:
+        """Export the metrics of a model, with the counts of its `history` if it has one, until it is removed."""
+        self._models.models[name] = ModelMetrics(name, engine, history, compat_vllm=self._compat_vllm)
+        return self
+
+    def remove_model(self, name: str) -> None:
+        """Forget the metrics of a model."""
+        del self._models.models[name]
+
+
+class ModelMetrics:
+    """The metrics of one model."""
+
+    def __init__(self, name: str, engine: EngineHandle, history: object | None, *, compat_vllm: bool) -> None:
+        self.registry, self._model_name = CollectorRegistry(), name
+        self.observe: Listener = lambda _: None
+        self.registry.register(RowCollector(lambda: engine.stats, METRICS, model_name=name))
+        self.registry.register(RowCollector(lambda: engine, ROWS["engine"], model_name=name))
+        if history is not None:
+            self.registry.register(RowCollector(lambda: history, ROWS["history"], model_name=name))
+        self._add_engine(engine)
+        if compat_vllm:
+            self._add_vllm(engine)
 
     def _add_engine(self, engine: EngineHandle) -> None:
         """Add what is running, and the engine's settings."""
@@ -231,7 +274,7 @@ class Metrics:
 
     def _add_vllm(self, engine: EngineHandle) -> None:
         """Add the metrics of --metrics-compat vllm."""
-        config, registry = engine.config, self._registry
+        config, registry = engine.config, self.registry
         registry.register(RowCollector(lambda: engine.stats, VLLM_METRICS, model_name=self._model_name, engine="0"))
         if engine.facts.max_loras:
             registry.register(LoraCollector(engine))
@@ -243,7 +286,7 @@ class Metrics:
                 "enable_prefix_caching": str(config.enable_prefix_caching),
             }
         )
-        self.listeners.append(VllmEventMetrics(registry, self._model_name, config.max_model_len).observe)
+        self.observe = VllmEventMetrics(registry, self._model_name, config.max_model_len).observe
 
     def _info(self, name: str, text: str, **labels: str) -> None:
-        Info(name, text, ["model_name"], registry=self._registry).labels(self._model_name).info(labels)
+        Info(name, text, ["model_name"], registry=self.registry).labels(self._model_name).info(labels)

@@ -45,10 +45,9 @@ class Outcome(NamedTuple):
 class Tracing:
     """Begins spans, writes them into headers, and ends them as events say."""
 
-    def __init__(self, tracers: TracerProvider, model_name: str, clock: Callable[[], float]) -> None:
+    def __init__(self, tracers: TracerProvider, clock: Callable[[], float]) -> None:
         """`clock` is the engine's."""
         self._tracer: Tracer = tracers.get_tracer(_SCOPE, VERSION, gen_ai.SCHEMA_URL)
-        self._model_name = model_name
         self._clock = clock
         self._propagator = TraceContextTextMapPropagator()
 
@@ -111,7 +110,7 @@ class Tracing:
     def _describe(self, span: Span, record: RequestRecord, status: int) -> None:
         """Add what is known of a generating request, and its children."""
         operation = gen_ai.OPERATIONS.get(record.endpoint)
-        model = model_of(record, self._model_name)
+        model = model_of(record)
         if operation is not None:
             span.update_name(f"{operation.name} {model}")
         span.set_attributes(_asked(record, model) | _answered(record, model))
@@ -142,9 +141,8 @@ class Tracing:
 class GenAiMetrics:
     """The conventions' histograms of model servers. One observation is one request, of n choices the slowest."""
 
-    def __init__(self, meters: MeterProvider, model_name: str) -> None:
+    def __init__(self, meters: MeterProvider) -> None:
         meter = meters.get_meter(_SCOPE, VERSION, gen_ai.SCHEMA_URL)
-        self._model_name = model_name
         self._duration, self._first, self._per_token = (
             meter.create_histogram(
                 each.name, "s", each.description, explicit_bucket_boundaries_advisory=list(each.bounds)
@@ -160,7 +158,7 @@ class GenAiMetrics:
         operation = gen_ai.OPERATIONS.get(event.record.endpoint)
         if operation is None or outcome.is_abandoned:
             return
-        model = model_of(event.record, self._model_name)
+        model = model_of(event.record)
         attributes: Attributes = {
             "gen_ai.operation.name": operation.name,
             "gen_ai.provider.name": "quire",
@@ -180,9 +178,9 @@ class GenAiMetrics:
             self._per_token.record(spans.mean_itl_s, attributes)
 
 
-def model_of(record: RequestRecord, model_name: str) -> str:
+def model_of(record: RequestRecord) -> str:
     """Return the adapter that answered, or the model."""
-    return model_name if record.adapter is None else record.adapter
+    return record.model if record.adapter is None else record.adapter
 
 
 def outcome_of(record: RequestRecord | None, status: int) -> Outcome:

@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.adapters import Adapters
@@ -113,6 +115,14 @@ def check_ended(scheduler: Scheduler) -> None:
     scheduler.check_integrity()
 
 
+def parts_of(app: FastAPI) -> Any:
+    """The parts that models share, and those of the first."""
+    first = app.state.models.first
+    own = {name: getattr(first, name) for name in ("client", "engine", "live", "model", "responder", "prefixes")}
+    more = {"tokenizer": first.model.tokenizer, "sender": first.responder.sender, "receiver": first.responder.receiver}
+    return SimpleNamespace(**app.state._state, **own, **more)
+
+
 class Live:
     """A served application and its engine."""
 
@@ -163,7 +173,7 @@ class Live:
         tokenizer = byte_tokenizer(template, pairs, [] if images is None else ["<|image_pad|>"])
         prepares = None if images is None else images(tokenizer)
         self.app = create_app(self.engine, tokenizer, replace(APP, **app), prepares)
-        self.context = self.app.state
+        self.context = parts_of(self.app)
         self.url = ""
 
     def require_thread(self) -> None:

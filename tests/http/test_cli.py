@@ -217,7 +217,7 @@ def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch
     def start() -> None:
         if fails == "port":
             listener: Any = types.SimpleNamespace(listen=fail)
-            serve._serve(serve.prepare(load_settings(["--port", "0"])), listener)
+            serve._serve(serve.prepare_all(load_settings(["--port", "0"])), listener)
         else:
             serve.open_app(["--port", "0"])
 
@@ -230,7 +230,7 @@ def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch
     monkeypatch.setattr(fake_quire.MortalRunner, "close", close)
     monkeypatch.setattr(serve, "begin_weights", lambda _: None)
     monkeypatch.setattr(serve, "_load_front", load_front)
-    monkeypatch.setattr(app, "create_app", fail if fails == "application" else lambda *_: None)
+    monkeypatch.setattr(app, "make_app", fail if fails == "application" else lambda *_: None)
     with pytest.raises(ConfigError, match="made to fail"):
         start()
     assert len(closed) == 1

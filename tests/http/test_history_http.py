@@ -56,7 +56,8 @@ def test_an_answer_comes_back_in_its_tokens_and_to_its_tenant_and_model_alone(li
     for other in ({"key": "bob"}, {"cache_salt": "s"}, {"model": "shift"}):
         assert reply(live, said, **other)[: len(whole)] != whole
     lines = dict(line.rsplit(" ", 1) for line in httpx.get(f"{live.url}/metrics").text.splitlines() if line[0] != "#")
-    assert (lines["quire_history_answers_total"], lines["quire_history_answers_used_total"]) == ("4.0", "1.0")
+    counts = [lines[f'quire_history_answers{kind}_total{{model_name="parrot"}}'] for kind in ("", "_used")]
+    assert counts == ["4.0", "1.0"]
 
 
 def test_every_api_finds_the_answers_of_every_other(live: Live) -> None:

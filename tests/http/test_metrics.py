@@ -83,7 +83,7 @@ def value(family: Metric, **labels: str) -> float:
 
 
 def test_every_row_is_exposed_with_its_model_and_help(engine: Engine) -> None:
-    families = scrape(Metrics(engine, "tiny", compat_vllm=False))
+    families = scrape(Metrics(compat_vllm=False).add_model("tiny", engine))
     for metric in METRICS:
         family = families[metric.name.removesuffix("_total")]
         assert family.documentation == metric.help
@@ -98,7 +98,7 @@ HISTOGRAMS = ("quire_request_prompt_tokens", "quire_request_generation_tokens")
 
 
 def test_counters_are_the_engines(engine: Engine) -> None:
-    families = scrape(Metrics(engine, "tiny", compat_vllm=False))
+    families = scrape(Metrics(compat_vllm=False).add_model("tiny", engine))
     stats = engine.stats
     assert value(families["quire_requests_finished"], reason="length") == NUM_REQUESTS
     assert value(families["quire_requests_finished"], reason="abort") == 1
@@ -179,12 +179,12 @@ def test_every_number_of_the_engines_is_shown_under_its_own_name() -> None:
 
 def test_the_background_is_told_by_state(engine: Engine) -> None:
     engine.stats.num_background_running, engine.stats.num_background_waiting = 2, 5
-    family = scrape(Metrics(engine, "tiny", compat_vllm=False))["quire_num_requests_background"]
+    family = scrape(Metrics(compat_vllm=False).add_model("tiny", engine))["quire_num_requests_background"]
     assert {sample.labels["state"]: sample.value for sample in family.samples} == {"running": 2, "waiting": 5}
 
 
 def test_blocks_add_up_to_the_pool(engine: Engine) -> None:
-    families = scrape(Metrics(engine, "tiny", compat_vllm=False))
+    families = scrape(Metrics(compat_vllm=False).add_model("tiny", engine))
     blocks = {sample.labels["state"]: sample.value for sample in families["quire_kv_blocks"].samples}
     assert sum(blocks.values()) == 64
     assert blocks["held"] == 0
@@ -193,9 +193,9 @@ def test_blocks_add_up_to_the_pool(engine: Engine) -> None:
 
 
 def test_histograms_are_cumulative_and_complete(engine: Engine) -> None:
-    families = scrape(Metrics(engine, "tiny", compat_vllm=False))
+    families = scrape(Metrics(compat_vllm=False).add_model("tiny", engine))
     histograms = [metric for metric in METRICS if metric.kind.name == "HISTOGRAM"]
-    assert len(histograms) == 13
+    assert len(histograms) == 14
     for metric in histograms:
         stats = metric.read(engine.stats)
         assert isinstance(stats, Histogram)
@@ -210,7 +210,7 @@ def test_histograms_are_cumulative_and_complete(engine: Engine) -> None:
 
 
 def test_vllm_names_carry_the_same_numbers(engine: Engine) -> None:
-    families = scrape(Metrics(engine, "tiny", compat_vllm=True))
+    families = scrape(Metrics(compat_vllm=True).add_model("tiny", engine))
     for metric in VLLM_METRICS:
         name = metric.name if metric.kind.name == "HISTOGRAM" else metric.name.removesuffix("_total")
         assert all(sample.labels["engine"] == "0" for sample in families[name].samples)
@@ -223,7 +223,7 @@ def test_vllm_names_carry_the_same_numbers(engine: Engine) -> None:
 def test_preempted_requests_wait_in_vllms_eyes() -> None:
     engine = started_engine()
     engine.stats.num_waiting, engine.stats.num_preempted = 3, 2
-    families = scrape(Metrics(engine, "tiny", compat_vllm=True))
+    families = scrape(Metrics(compat_vllm=True).add_model("tiny", engine))
     assert value(families["quire_num_requests_waiting"]) == 3
     assert value(families["quire_num_requests_preempted"]) == 2
     assert value(families["vllm:num_requests_waiting"]) == 5
@@ -235,7 +235,7 @@ def test_preemptions_and_what_was_moved_for_them() -> None:
     stats.preempted[PreemptionKind.SWAP], stats.preempted[PreemptionKind.RECOMPUTE] = 3, 2
     stats.swapped_blocks[SwapDirection.OUT], stats.swapped_blocks[SwapDirection.IN] = 9, 7
     stats.host_blocks_free, stats.host_blocks_held = 30, 2
-    families = scrape(Metrics(engine, "tiny", compat_vllm=True))
+    families = scrape(Metrics(compat_vllm=True).add_model("tiny", engine))
     assert [value(families["quire_preemptions"], kind=kind) for kind in ("swap", "recompute")] == [3, 2]
     assert [value(families["quire_swapped_blocks"], direction=way) for way in ("out", "in")] == [9, 7]
     assert [value(families["quire_swap_blocks"], state=state) for state in ("free", "held")] == [30, 2]
@@ -249,7 +249,7 @@ def test_what_lower_tiers_of_the_prefix_cache_did() -> None:
     stats.transferred |= {TransferKind.LOAD: 8, TransferKind.SAVE: 9}
     stats.failed_transfers[TransferKind.LOAD] = 1
     stats.host_blocks_cached = 4
-    families = scrape(Metrics(engine, "tiny", compat_vllm=False))
+    families = scrape(Metrics(compat_vllm=False).add_model("tiny", engine))
     hits = families["quire_prefix_cache_tier_hit_tokens"]
     assert [value(hits, tier=tier) for tier in ("pool", "host", "disk")] == [5, 6, 7]
     assert [value(families["quire_kv_offload_blocks"], direction=way) for way in ("fetch", "store")] == [8, 9]
@@ -259,7 +259,7 @@ def test_what_lower_tiers_of_the_prefix_cache_did() -> None:
 
 def test_health_is_told() -> None:
     engine = started_engine()
-    metrics = Metrics(engine, "tiny", compat_vllm=False)
+    metrics = Metrics(compat_vllm=False).add_model("tiny", engine)
     assert value(scrape(metrics)["quire_engine_alive"]) == 0
     engine.start(lambda events: None)
     assert value(scrape(metrics)["quire_engine_alive"]) == 1
@@ -268,7 +268,7 @@ def test_health_is_told() -> None:
 
 
 def test_names_that_clients_choose_cannot_grow_without_end(engine: Engine) -> None:
-    metrics = Metrics(engine, "tiny", compat_vllm=False)
+    metrics = Metrics(compat_vllm=False).add_model("tiny", engine)
     for index in range(1000):
         metrics.listeners[0](FieldIgnored(f"field{index}"))
     metrics.listeners[0](FieldIgnored("field0"))
@@ -280,7 +280,7 @@ def test_names_that_clients_choose_cannot_grow_without_end(engine: Engine) -> No
 
 
 def test_http_requests_are_counted_by_route_method_and_status(engine: Engine) -> None:
-    metrics = Metrics(engine, "tiny", compat_vllm=False)
+    metrics = Metrics(compat_vllm=False).add_model("tiny", engine)
     metrics.listeners[0](HttpAnswered("a", "/v1/completions", "POST", 200, 0.2, None))
     metrics.listeners[0](HttpAnswered("b", "/v1/completions", "POST", 429, 0.001, None))
     families = scrape(metrics)
@@ -303,7 +303,7 @@ def test_drafts_are_counted_by_their_place() -> None:
     engine.submit(Request(request_id="r", prompt=(1, 2), params=params, arrival_s=engine.clock()))
     assert ended.wait(PATIENCE_S)
     engine.stop(0.0)
-    families = scrape(Metrics(engine, "m", compat_vllm=True))
+    families = scrape(Metrics(compat_vllm=True).add_model("m", engine))
     for prefix in ("quire_", "vllm:"):
         found = [
             value(families[f"{prefix}spec_decode_num_{name}"]) for name in ("drafts", "draft_tokens", "accepted_tokens")

@@ -47,7 +47,7 @@ def check_state(state: dict[str, Any]) -> None:
 
 def logged(live: Live, caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
     caplog.set_level(logging.INFO, logger="quire.state")
-    asyncio.run(log_state(live.context.client, live.context.live, live.context.request_log))
+    asyncio.run(log_state(live.context.models, live.context.request_log))
     return next(record for record in caplog.records if record.name == "quire.state")
 
 

@@ -135,7 +135,7 @@ def test_grammars_are_compiled_once_and_counted(serve: Callable[..., Live]) -> N
         for regex, status in (("a+", 200), ("a+", 200), ("(", 400), ("(", 400)):
             body = {"prompt": "x|", "structured_outputs": {"regex": regex}}
             assert http.post(COMPLETIONS, json=body).status_code == status
-        assert "quire_grammar_compile_seconds_count 2.0" in http.get("/metrics").text
+        assert 'quire_grammar_compile_seconds_count{model_name="parrot"} 2.0' in http.get("/metrics").text
 
 
 class Answer(BaseModel):

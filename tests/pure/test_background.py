@@ -127,7 +127,7 @@ def test_what_waits_of_it_fills_no_queue() -> None:
     engine.stats.num_background_waiting = 50
     engine.submit(request("a"))
     engine.stats.num_background_running = 0
-    engine._inbox.take(wait_s=0)
+    engine._inbox.take()
     engine.stats.num_waiting = 1
     with pytest.raises(OverloadedError, match="1 requests wait already"):
         engine.submit(request("b"))

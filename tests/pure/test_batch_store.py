@@ -9,6 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -310,10 +311,13 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
 
     async def leave() -> None:
         thread = SlowStore(store)
-        worker = BatchWorker(thread, folder, BodyReader(1000, 1 << 20), max_running=2, max_line_bytes=100)
-        nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"), lambda _: None)
+        models = SimpleNamespace(
+            engines=[SimpleNamespace(config=SimpleNamespace(max_num_seqs=2), stats=Stats())], is_dead=False
+        )
+        worker = BatchWorker(thread, folder, BodyReader(1000, 1 << 20), models, 100)  # type: ignore[arg-type]
+        nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"), lambda _: None, is_background=True)
         tenancy = Tenancy((), None, lambda *_: None)
-        worker.start(nobody, nobody, Stats(), lambda: False, tenancy)
+        worker.start(nobody, nobody, tenancy)
         await asyncio.to_thread(is_asked.wait, PATIENCE_S)
         stopping = asyncio.create_task(worker.stop())
         await asyncio.sleep(0)

@@ -489,7 +489,6 @@ def test_a_wrong_json_setting_is_one_sentence(given: str, sentence: str) -> None
         (["--lora-modules", "a"], "--lora-modules is ['a']; write each adapter as name=path, or as {\"name\": ..., \"path\": ...}."),
         (["--lora-modules", '{"name": "a"}'], "--lora-modules is ['{\"name\": \"a\"}']; write each adapter as name=path, or as {\"name\": ..., \"path\": ...}."),
         (["--port"], "--port: expected one argument; see `quire serve --help`."),
-        (["a", "b"], "b is not an argument of `quire serve`; see `quire serve --help`."),
         (["--config", "/no/where.yaml"], "--config is '/no/where.yaml', which cannot be read: No such file or directory."),
     ],
 )  # fmt: skip

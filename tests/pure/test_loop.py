@@ -455,7 +455,7 @@ def test_a_leak_in_the_last_block_is_found_in_parts_and_when_the_engine_stops(
     (lost,) = [block for block in engine._scheduler.kv.pool.alloc_many(24) if block == 23]
     engine._scheduler.kv.pool.free(*range(23))
     if not is_idle:
-        monkeypatch.setattr("engine.loop._QUIET_S", PATIENCE_S)
+        monkeypatch.setattr("engine.arbiter._QUIET_S", PATIENCE_S)
     engine.start(lambda events: None)
     if is_idle:
         eventually(lambda: engine.stats.integrity_failures == 1)

@@ -54,9 +54,10 @@ class Counts:
 def families() -> dict[str, tuple[str, set[str]]]:
     """Every family that /metrics can have: its type and its labels."""
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=2, max_num_batched_tokens=8)
-    metrics = Metrics(Engine(Scheduler(config), FakeRunner(config), EngineFacts(16)), "m", compat_vllm=False)
-    metrics.add_counts("spans", Counts())
-    metrics.add_counts("history", HistoryCounts())
+    metrics = Metrics(compat_vllm=False).add_model(
+        "m", Engine(Scheduler(config), FakeRunner(config), EngineFacts(16)), HistoryCounts()
+    )
+    metrics.add_spans(Counts())
     found: dict[str, tuple[str, set[str]]] = {}
     for line in metrics.render()[0].decode().splitlines():
         if line.startswith("# TYPE"):
@@ -65,7 +66,7 @@ def families() -> dict[str, tuple[str, set[str]]]:
                 found[name] = kind, set()
         elif not line.startswith("#") and name in found:
             found[name][1].update(re.findall(r'(\w+)="', line))
-    for collector, names in metrics._registry._collector_to_names.items():
+    for collector, names in metrics.registry._collector_to_names.items():
         for name in set(names) & found.keys():  # a metric with labels has no sample before it is counted
             found[name][1].update(getattr(collector, "_labelnames", ()))
     return found

@@ -13,7 +13,7 @@ from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.text.chat.history import HistoryCounts
 from loadtest.fake_runner import FakeRunner
-from server.telemetry.metrics import Metrics, RowCollector
+from server.telemetry.metrics import LoraCollector, Metrics, RowCollector
 from server.telemetry.otlp import SpanCounts
 from tests.reference.tables import MADE, cell, table
 
@@ -33,9 +33,8 @@ def metrics_page() -> str:
     """Return the page."""
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=16)
     engine = Engine(Scheduler(config), FakeRunner(config), EngineFacts(16))
-    metrics = Metrics(engine, "MODEL", compat_vllm=True)
-    metrics.add_counts("spans", SpanCounts())
-    metrics.add_counts("history", HistoryCounts())
+    metrics = Metrics(compat_vllm=True).add_model("MODEL", engine, HistoryCounts())
+    metrics.add_spans(SpanCounts())
     rows = list(dict.fromkeys(_rows(metrics)))
     heads = ("metric", "type", "labels", "meaning")
     lines = [_HEAD]
@@ -55,7 +54,8 @@ def metrics_page() -> str:
 
 
 def _rows(metrics: Metrics) -> Iterator[Row]:
-    for collector in metrics._registry._collector_to_names:
+    models = metrics._models.models.values()
+    for collector in [each for one in (*models, metrics) for each in one.registry._collector_to_names]:
         if isinstance(collector, RowCollector):
             for metric, family in zip(collector.rows, collector.collect(), strict=True):
                 yield _row(family, [metric.label] if metric.label else [])
@@ -63,7 +63,7 @@ def _rows(metrics: Metrics) -> Iterator[Row]:
             labels = [label for label in collector._labelnames if label not in ("model_name", "engine")]
             for family in collector.describe():
                 yield _row(family, labels)
-        elif type(collector).__module__.startswith("server."):
+        elif isinstance(collector, LoraCollector):
             for family in collector.collect():
                 yield _row(family, list(family.samples[0].labels))
 

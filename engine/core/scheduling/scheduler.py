@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import abc, deque
 from collections.abc import Iterable, Iterator
 
-from engine.core.budget import Allowance, StepBudget
+from engine.core.budget import Allowance, Beside, StepBudget
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ComputeError
 from engine.core.in_flight import InFlightStep, roll_back
@@ -64,6 +64,15 @@ class Scheduler:
     def has_spans(self) -> bool:
         """Return whether any sequence lives whose prompt has spans."""
         return self._queue.num_with_spans > 0
+
+    @property
+    def has_foreground(self) -> bool:
+        """Return whether some of that is not background work."""
+        return self._queue.has_foreground
+
+    def plan_beside(self, beside: Beside | None) -> None:
+        """Plan steps beside the engines of other models from now on; None while they are idle."""
+        self._budget.beside = beside or Beside(0.0, self.config.target_itl_s)
 
     # -- add and abort -----------------------------------------------------------------------------------------------
 

@@ -44,11 +44,11 @@ class Page(BaseModel):
 @router.post("/v1/responses", responses=answers(ResponseDocument, streams=True))
 async def create_response(
     http: Request,
+    body: Annotated[ResponsesBody, Depends(json_body(ResponsesBody, spends=True))],
     model: InModel,
     responder: InResponder,
     responses: InResponses,
     owner: InOwner,
-    body: Annotated[ResponsesBody, Depends(json_body(ResponsesBody, spends=True))],
 ) -> Response:
     """Answer input, or continue an earlier response."""
     named = model.find(body.model)
@@ -69,10 +69,10 @@ async def create_response(
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(
     http: Request,
+    body: Annotated[InputBody, Depends(json_body(InputBody))],
     model: InModel,
     responses: InResponses,
     owner: InOwner,
-    body: Annotated[InputBody, Depends(json_body(InputBody))],
 ) -> dict[str, Any]:
     """Count the prompt's tokens."""
     named = model.find(body.model)
