@@ -16,6 +16,7 @@ import numpy as np
 
 from engine import handle
 from engine.core import config, errors, page_table, stats, types
+from engine.files.vector_files import DenseModule
 from engine.images import Image
 from engine.settings.kv_events_config import KVEventsConfig
 from engine.settings.peer import Peer
@@ -44,6 +45,7 @@ TYPES: dict[str, type] = {
     **{kind.__name__: kind for module in _MODULES for kind in vars(module).values() if _is_value(kind)},
     "KVEventsConfig": KVEventsConfig,
     "Peer": Peer,
+    "DenseModule": DenseModule,
     "Image": Image,
     "Histogram": stats.Histogram,
 }
