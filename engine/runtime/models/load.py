@@ -36,7 +36,6 @@ from engine.runtime.models.config_file import (
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
-from engine.runtime.models.encoder import Encoder
 from engine.runtime.models.encoder_families import EncoderConfig, read_encoder
 from engine.runtime.models.fill import check_size, fill
 from engine.runtime.models.mtp import MTPHead
@@ -53,6 +52,7 @@ from engine.system.calls import TRANSFORMERS
 from engine.system.regular_file import read_json
 
 if TYPE_CHECKING:
+    from engine.runtime.models.encoder import Encoder
     from engine.runtime.models.tower import Tower
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
@@ -329,6 +329,8 @@ def load_encoder(
     report: ReportProgress,
 ) -> Encoder:
     """Build Quire's encoder and fill it from a checkpoint."""
+    from engine.runtime.models.encoder import Encoder
+
     own, path = read_encoder(checkpoint.config), Path(config.model)
     vectors = read_vectors(checkpoint.config, path, is_encoder=True)
     config.check_length(own.max_positions)
