@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from engine.core.errors import QuireError
-from loadtest import bench, beside, compare, formats, hostile, levers, sessions, vllm_bench
+from loadtest import bench, beside, compare, formats, hostile, images, sessions, vllm_bench
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
 from loadtest.fleet import command as fleet
@@ -24,9 +24,9 @@ COMMANDS: Commands = {
     "fleet": ("drive daemons behind a real router, and foresee the runs", fleet.add_options, fleet.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "formats": ("measure each format of weights on this machine", formats.add_options, formats.run),
-    "levers": ("measure the effect of each setting", levers.add_options, levers.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "beside": ("measure requests beside a long prompt", beside.add_options, beside.run),
+    "images": ("measure questions about images", images.add_options, images.run),
     "sessions": ("drive servers with agents' sessions, and count what they reuse", sessions.add_options, sessions.run),
 }
 

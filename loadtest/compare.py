@@ -36,7 +36,6 @@ from loadtest.peers.table import (
     installed_bytes,
     version,
 )
-from loadtest.plots import require_matplotlib
 from loadtest.shapes import COMPARED
 from loadtest.workload import Job, Length, synthetic
 
@@ -122,7 +121,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--start-limit", type=float, metavar="S", default=600.0, help="default %(default)s")
     what.add_argument("--point-limit", type=float, metavar="S", default=600.0, help="default %(default)s")
-    what.add_argument("--out", type=Path, metavar="DIR", help="results.json, table.md and a plot for each model")
+    what.add_argument("--out", type=Path, metavar="DIR", help="results.json and table.md")
 
 
 def _flags(text: str) -> tuple[str, list[str]]:
@@ -138,7 +137,6 @@ def run(options: argparse.Namespace) -> int:
         return _prepare(options)
     plan = Plan.of(options)
     if options.out:
-        require_matplotlib()
         options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     host = describe_host()
@@ -160,7 +158,6 @@ def run(options: argparse.Namespace) -> int:
     print("\n" + results.markdown())
     if options.out:
         results.write(options.out)
-        results.draw(options.out)
         print(f"written: {options.out}")
     return 130 if results.is_interrupted else int(any(drive.failures for drive in results.drives))
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loadtest.output import markdown, save_json
-from loadtest.plots import draw_comparison
 
 QUIRE = "quire"
 ROOT = Path(__file__).parents[1]
@@ -103,11 +102,6 @@ class Results:
         """Write results.json and table.md."""
         save_json(folder / "results.json", self)
         (folder / "table.md").write_text(self.markdown() + "\n", encoding="utf-8")
-
-    def draw(self, folder: Path) -> None:
-        for model in self.settings["models"]:
-            if rows := list(self.rows(model)):
-                draw_comparison(folder / f"{model}.png", f"{model}, {self._machine()}", QUIRE, rows)
 
     def _driven(self, model: str) -> list[str]:
         return list(dict.fromkeys(drive.peer for drive in self.drives if drive.model == model))

@@ -74,13 +74,6 @@ def synthetic(
     return [Job(rng.choice(prefixes) + text_of(rng, prompt.draw(rng)), output.draw(rng)) for _ in range(num)]
 
 
-def copying(num: int, *, prompt: Length, output: Length, seed: int) -> list[Job]:
-    """Return jobs whose prompts ask for a copy of their words."""
-    rng = random.Random(seed)
-    texts = [text_of(rng, prompt.draw(rng)) for _ in range(num)]
-    return [Job(f"Read this: {text}.\nOnce more, word by word: {text[:20]}", output.draw(rng)) for text in texts]
-
-
 def dataset(path: Path, num: int, *, output: Length, seed: int) -> list[Job]:
     """Return jobs of a JSONL file of prompts. Raises WorkloadError."""
     rng = random.Random(seed)

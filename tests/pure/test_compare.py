@@ -200,13 +200,6 @@ def test_the_tables_tell_ratios_absences_and_failures(tmp_path: Path) -> None:
     assert (tmp_path / "table.md").read_text() == text + "\n"
 
 
-def test_a_picture_is_drawn_even_where_a_server_lacks_points(tmp_path: Path) -> None:
-    quire = Drive("quire", MODEL, 0, points=[point("distinct", level, 100.0) for level in (1, 8)])
-    vllm = Drive("vllm", MODEL, 0, points=[point("distinct", 8, 50.0)])
-    results(quire, vllm).draw(tmp_path)
-    assert (tmp_path / f"{MODEL}.png").stat().st_size > 1000
-
-
 def test_results_name_no_folder_of_this_machine(options: Any, tmp_path: Path) -> None:
     python = tmp_path / "environments" / "vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.workload import Job, Length, WorkloadError, arrivals, copying, dataset, synthetic
+from loadtest.workload import Job, Length, WorkloadError, arrivals, dataset, synthetic
 
 
 def test_a_workload_follows_from_its_seed() -> None:
@@ -83,11 +83,3 @@ def test_a_dataset_that_cannot_be_used_is_refused(tmp_path: Path, content: str, 
 def test_a_missing_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="cannot be read"):
         dataset(tmp_path / "none.jsonl", 1, output=Length(1, 1), seed=0)
-
-
-def test_what_is_to_be_copied_stands_in_the_prompt() -> None:
-    for job in copying(20, prompt=Length(30, 60), output=Length(5, 9), seed=3):
-        text, begun = job.text.removeprefix("Read this: ").split(".\nOnce more, word by word: ")
-        assert text.startswith(begun)
-        assert 30 <= len(text.split()) <= 60
-        assert 5 <= job.max_tokens <= 9
