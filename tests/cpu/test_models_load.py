@@ -45,7 +45,7 @@ def write_config(folder: Path, **values: Any) -> str:
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
             r"'short_factor' is \[1.0\]; Quire needs 8 numbers",
         ),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "needs causal attention"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "needs causal attention"),
         ({"model_type": "gemma2", "layer_types": ["full_attention", "conv", "conv"]}, "'layer_types' is"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "'no_rope_layers' is .*3 entries"),
         ({"model_type": "vision"}, "'model_type' is 'vision'; Quire needs one of llama"),
