@@ -61,7 +61,7 @@ def type_of(each: Declared) -> Any:
         return size | None if type(None) in get_args(each.type) else size
     if each.type == tuple[LoraModule, ...]:
         return Annotated[each.type, BeforeValidator(_read_modules)]
-    if each.type == tuple[str, ...]:
+    if each.type in (tuple[str, ...], tuple[Any, ...]):
         return Annotated[each.type, BeforeValidator(_split)]
     return each.type
 
