@@ -15,7 +15,6 @@ from server.answers.model import ServedModel
 from server.answers.models import Models
 from server.answers.respond import Responder
 from server.answers.stored_responses import ResponseStore
-from server.batches.worker import BatchService
 from server.http.middleware import part, state_of
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
@@ -46,17 +45,6 @@ InMetrics = Annotated[Metrics, part("metrics")]
 InRequestLog = Annotated[RequestLog, part("request_log")]
 InResponses = Annotated[ResponseStore, part("responses")]
 InInstanceId = Annotated[str, part("instance_id")]  # of this process, for routers
-
-
-async def _batches(request: Request) -> BatchService:
-    batches: BatchService | None = request.app.state.batches
-    if batches is None:
-        message = "Files and batches need a folder on disk; start the server with --data-dir FOLDER."
-        raise ApiError(501, "not_enabled", message, type="not_implemented_error")
-    return batches
-
-
-InBatches = Annotated[BatchService, Depends(_batches)]
 
 
 async def _owner(request: Request) -> str:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import FileResponse, Response
 
 from engine.core.errors import shorten
-from server.answers.parts import InBatches, InConfig, InModel, InOwner
+from server.answers.parts import InConfig, InModel, InOwner
 from server.batches.dispatch import new_file_id
 from server.batches.objects import (
     OPEN,
@@ -28,6 +28,7 @@ from server.batches.objects import (
     window_seconds,
 )
 from server.batches.upload import Form
+from server.batches.worker import BatchService
 from server.http.bodies import json_body, limited
 from server.protocol.errors import ApiError
 
@@ -39,6 +40,17 @@ ENDPOINTS = (
 )  # fmt: skip
 
 router = APIRouter()
+
+
+async def _batches(request: Request) -> BatchService:
+    batches: BatchService | None = request.app.state.batches
+    if batches is None:
+        message = "Files and batches need a folder on disk; start the server with --data-dir FOLDER."
+        raise ApiError(501, "not_enabled", message, type="not_implemented_error")
+    return batches
+
+
+InBatches = Annotated[BatchService, Depends(_batches)]
 
 
 @router.post("/v1/batches")
