@@ -123,6 +123,7 @@ class Daemon(uvicorn.Server):
         self._num_signals += 1
         if self._num_signals == 1:
             num_open = self._models.num_open
+            self._models.order_stop(self._timeout_s)  # before the log says so, and tasks have had their turns
             doing = f"finishing {num_open} open requests within {self._timeout_s:g} s" if num_open else "stopping"
             log.info("%s: %s", name, doing)
             self._tasks.append(self._loop.create_task(self._drain(self._timeout_s)))

@@ -119,8 +119,13 @@ class Models:
         """Return whether no engine lives any more."""
         return all(engine.health().error is not None for engine in self.engines)
 
+    def order_stop(self, drain_s: float) -> None:
+        """Refuse new work from now on; let open answers finish for `drain_s`, abort the rest."""
+        for parts in self.loaded:
+            parts.client.order_stop(drain_s)
+
     async def stop(self, drain_s: float) -> None:
-        """Refuse new work, let open answers finish for `drain_s`, abort the rest; return when all engines have stopped."""
+        """Order the stop and return when all engines have stopped."""
         await asyncio.gather(*(parts.client.stop(drain_s) for parts in self.loaded))
 
     def abandon(self, error: QuireError) -> None:
