@@ -114,7 +114,7 @@ def _tower(meta: HFConfig, **more: Any) -> Values:
 
 
 def _qwen(meta: HFConfig, fewest: int, most: int, **more: Any) -> tuple[Values, Values]:
-    """Return the settings of a Qwen-VL: a tower in a spelling of its own, and how many pixels an image has."""
+    """Return the settings of a Qwen-VL: of its tower, under Qwen's names, and how many pixels an image may have."""
     tower = {
         "depth": meta.size("block_count"),
         "hidden_size": meta.size("embedding_length"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -41,22 +42,26 @@ _Make = Callable[[], Job]
 _WHOLE = Truncation()
 
 
-class VectorMethods:
-    """What LLM inherits; the attributes are LLM's."""
+class VectorMethods(ABC):
+    """What LLM inherits; LLM has what is abstract here."""
 
     _limits: ModelLimits
 
+    @abstractmethod
     def _run(self, makers: Sequence[_Make], progress: bool) -> list[Job]:
-        raise NotImplementedError
+        """Run jobs to their end."""
 
+    @abstractmethod
     def _adapter(self, name: str | None) -> Adapter | None:
-        raise NotImplementedError
+        """Return the adapter of a name."""
 
+    @abstractmethod
     def _read(self, prompt: Prompt) -> tuple[ReadPrompt, list[int]]:
-        raise NotImplementedError
+        """Return a prompt and its tokens."""
 
+    @abstractmethod
     def _job(self, read: ReadPrompt, ids: Sequence[int], params: Params, rules: TextRules, body: QueueFields) -> Job:
-        raise NotImplementedError
+        """Return the job of a prompt."""
 
     def embed(
         self,

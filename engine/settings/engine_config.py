@@ -199,7 +199,10 @@ class EngineConfig:
         None, "MS", "wait for the first token that long prompts are sped up to keep", unset="none", above=0
     )
     model_share: float = _scheduling(
-        1.0, "N", "of several models that work at once, the time of this one's steps against the others'", above=0
+        1.0,
+        "N",
+        "this model's share of the step time while several models have work; 2 beside 1 is two thirds",
+        above=0,
     )
     enable_prefix_caching: bool = _scheduling(True, "", "reuse the KV blocks of shared prompt prefixes")
     kv_events_config: str | Mapping[str, Any] | None = _scheduling(

@@ -315,9 +315,9 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
             engines=[SimpleNamespace(config=SimpleNamespace(max_num_seqs=2), stats=Stats())], is_dead=False
         )
         worker = BatchWorker(thread, folder, BodyReader(1000, 1 << 20), models, 100)  # type: ignore[arg-type]
-        nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"), lambda _: None, is_background=True)
+        unused = Dispatcher(lambda *_: pytest.fail("a line has begun"), lambda _: None, is_background=True)
         tenancy = Tenancy((), None, lambda *_: None)
-        worker.start(nobody, nobody, tenancy)
+        worker.start(unused, unused, tenancy)
         await asyncio.to_thread(is_asked.wait, PATIENCE_S)
         stopping = asyncio.create_task(worker.stop())
         await asyncio.sleep(0)

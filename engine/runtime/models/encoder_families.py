@@ -97,7 +97,7 @@ def roberta(hf: HFConfig) -> EncoderConfig:
 
 
 def distilbert(hf: HFConfig) -> EncoderConfig:
-    """DistilBERT: no token types, and a head of its own."""
+    """DistilBERT: no token types; other names for the layers of a head."""
     names = {"hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers",
              "num_attention_heads": "n_heads", "hidden_act": "activation"}  # fmt: skip
     own = bert(_renamed(hf, names))

@@ -86,7 +86,7 @@ class VectorReader:
         elif self._limits.generates:
             raise InvalidRequestError(
                 "This model generates text, and is no reranker; choose one for sequence classification or an embedder, or send "
-                "texts to /v1/score, which tells how likely one is behind the other.",
+                "texts to /v1/score, which tells how likely one is as the continuation of the other.",
                 param="model",
             )
 
