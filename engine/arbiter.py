@@ -48,7 +48,7 @@ class Driven(Protocol):
         `beside` is what other engines do; None while they are idle.
         """
 
-    def chores(self) -> Iterator[float]:
+    def chores(self) -> Iterator[None]:
         """Do a quiet moment's work in parts; yields how long to wait for messages before the next."""
 
 
@@ -116,8 +116,8 @@ class Arbiter:
         if self._wait(engines, _QUIET_S):
             return
         for engine in engines:
-            for pause_s in engine.chores():
-                if self._wait(engines, pause_s):
+            for _ in engine.chores():
+                if self._wait(engines, 0.0):
                     return
         self._wait(engines, None)
 

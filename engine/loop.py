@@ -56,8 +56,6 @@ T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _PIECE_S = 0.02  # of the work on an image, where no step runs: a message waits no longer
-_PAUSE_S = 0.001  # between two parts of a check, in which other threads run
-_MAX_CHECK_S = 5.0  # of the check when the engine stops
 
 
 class Outbound(NamedTuple):
@@ -268,7 +266,7 @@ class Engine:
         """Keep what outlives the engine, and close everything that it has been given."""
         try:
             if self._error is None:
-                self._check_all()
+                self._count_leaks()
                 if self._offload is not None:
                     self._offload.flush()
         except Exception as error:  # any: as in a turn
@@ -352,14 +350,12 @@ class Engine:
         self._is_second_try = True
         events.entries += self._scheduler.roll_back(self.clock(), failure)
 
-    def chores(self) -> Iterator[float]:
-        """Check for leaks and let the runner prepare; yields how long to wait for messages before the next part."""
+    def chores(self) -> Iterator[None]:
+        """Let the runner prepare and look for leaks, in parts between which messages are looked for."""
         self.stats.blocks_waste = waste(self._scheduler.recent_lengths, self.config.block_size)
         while (self._offload and self._offload.spill()) or self._runner.use_idle_moment():
-            yield 0.0
-        checks = self._scheduler.checks()  # of seconds with a large disk
-        while self._check_next(checks):
-            yield _PAUSE_S
+            yield
+        self._count_leaks()
         if self._contents is not None:
             self._contents.flush()
 
@@ -406,23 +402,12 @@ class Engine:
         self.stats.last_step_s = self._progress_s = now
         return self._scheduler.commit(plan, result, now)
 
-    def _check_next(self, checks: Iterator[None]) -> bool:
-        """Check some blocks; returns whether more are left. A leak is a bug, but no reason to stop serving."""
-        try:
-            next(checks)
-        except StopIteration:
-            return False
-        except AssertionError as error:
+    def _count_leaks(self) -> None:
+        """Count, without work, what is held all the same. A leak is a bug, but no reason to stop serving."""
+        num_leaked = self._scheduler.kv.num_leaked
+        if num_leaked:
             self.stats.integrity_failures += 1
-            log.error("The books do not balance while idle (please report this): %s", error)  # noqa: TRY400 - one line
-            return False
-        return True
-
-    def _check_all(self) -> None:
-        """Check for leaks before the thread ends; only millions of slots in stores take longer than it may."""
-        checks, until_s = self._scheduler.checks(), self.clock() + _MAX_CHECK_S
-        while self._check_next(checks) and self.clock() < until_s:
-            pass
+            log.error("%d blocks or rows are held by nothing (please report this)", num_leaked)
 
     def _note_open(self, messages: list[InboxMessage]) -> None:
         """Note the choices that must get a terminal event, whatever happens."""

@@ -22,6 +22,7 @@ from engine.runtime.pool.groups import group_layers, one_group
 from engine.runtime.pool.kv_cache import KVCache, place_states
 from engine.runtime.speculation.heads import Head
 from tests.cpu.dense_attention import DenseAttention
+from tests.integrity import check_scheduler
 
 CPU = torch.device("cpu")
 
@@ -143,7 +144,7 @@ def serve(
             served.take(scheduler.commit(oldest, pending.wait(), step * 0.01))
         step += 1
         assert step < 5000, "requests did not end"
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return served
 
 
@@ -157,7 +158,7 @@ class Poisoner:
         pool = self._scheduler.kv.pool
         read = {block for block, _ in (*plan.swap_out, *plan.copies)}
         blocks = (block for block in range(pool.num_blocks) if block not in read)
-        unused = [block for block in blocks if not pool.is_held(block) and not pool.is_findable(block)]
+        unused = [block for block in blocks if not pool.is_held(block) and not pool.findable[block]]
         for view in self._runner.blocks:
             view[unused] = torch.nan
         return self._runner.run(plan)

@@ -15,6 +15,7 @@ from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.test_models_families import CASES, save_tiny
+from tests.integrity import check_scheduler
 from tests.patience import PATIENCE_S
 
 
@@ -90,7 +91,7 @@ def answers(engine: Engine) -> dict[tuple[str, int], tuple[list[int], FinishReas
                 assert event.error is None, event.error
                 ends[key] = event.finish_reason
     engine.stop(0.0)
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
     stats = engine.stats
     assert (stats.blocks_held, stats.num_running, stats.num_waiting, stats.integrity_failures) == (0, 0, 0, 0)
     return {key: (said[key], ends[key]) for key in ends}

@@ -24,6 +24,7 @@ from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.test_engine_faults import Forgetful
 from tests.cpu.test_models_families import CASES, Case, save_tiny
+from tests.integrity import check_scheduler
 from tests.patience import PATIENCE_S
 
 NAMES = ("qwen3_5", "granitemoehybrid-mamba", "lfm2", "gemma3", "gemma3n", "gpt-oss", "deepseek_v2")
@@ -108,7 +109,7 @@ def engine_of(model: Path, *, faults: int | None = None, **settings: Any) -> Ite
         engine._runner = Forgetful(engine._runner, faults, num_good=40)
     yield engine, Heard(engine)
     engine.stop(0.0)
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
     assert engine.stats.blocks_held == engine.stats.integrity_failures == 0
 
 

@@ -17,6 +17,7 @@ from engine.core.types import FinishReason, Progress, Request, SamplingParams, S
 from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
+from tests.integrity import check_scheduler
 from tests.patience import PATIENCE_S
 
 pytestmark = [
@@ -176,5 +177,5 @@ def test_a_card_that_fills_up_ends_requests_and_not_the_engine(depth: bool, fold
     (after,) = client.ask(20)
     assert after[0] == before[0]
     engine.stop(0.0)
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
     assert engine.stats.blocks_held == 0

@@ -40,6 +40,7 @@ from server.app import create_app
 from server.http.connection import Connection
 from server.settings.app_config import AppConfig
 from tests.http.engine_process import EngineProcess
+from tests.integrity import check_scheduler
 from tests.patience import PATIENCE_S, eventually, hurry_uvicorn
 
 hurry_uvicorn()
@@ -112,7 +113,7 @@ class Gate:
 def check_ended(scheduler: Scheduler) -> None:
     """Nothing is open, held or out of balance."""
     assert not scheduler.has_work
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def parts_of(app: FastAPI) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 from engine.core.config import SchedulerConfig, StoreSize
-from engine.core.kv.prefix_cache import BlockIndex
 from engine.core.kv.tiers import Transfer
 from engine.core.page_table import blocks_for
 from engine.core.scheduling.beams import BeamSearch, row_params
@@ -20,6 +19,7 @@ from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams,
 from engine.inbox import InboxMessage, Stop
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner, FakeStep, likeliest, mix, with_vectors
+from tests.integrity import check_scheduler
 
 VOCAB = 50
 EOS = 7
@@ -45,17 +45,6 @@ def request(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), **change
     outer = {name: changes.pop(name) for name in names if name in changes}
     params = SamplingParams(**({"max_tokens": 5, "eos_token_ids": frozenset([EOS])} | changes))  # type: ignore[arg-type]
     return Request(request_id=request_id, prompt=prompt, params=params, **({"arrival_s": 0.0} | outer))  # type: ignore[arg-type]
-
-
-def check_all(checks: Iterable[None]) -> None:
-    """Run a check to its end, which stops after every few blocks."""
-    for _ in checks:
-        pass
-
-
-def check_index(index: BlockIndex) -> None:
-    """Check an index, whatever holds its blocks."""
-    check_all(index.checks([block] * index.pool._refs[block] for block in range(index.pool.num_blocks)))
 
 
 def once_stopping(engine: Engine, then: Callable[[], None]) -> None:
@@ -321,7 +310,7 @@ class Driver:
                     assert self.ends[request_id, choice].finish_reason == reason
         self.transfer()
         self.check_totals()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         assert self.scheduler.stats.blocks_held == self.scheduler.stats.host_blocks_held == 0
         assert self.scheduler.stats.num_running == self.scheduler.stats.num_waiting == 0
         assert self.scheduler.stats.num_preempted == self.scheduler.stats.num_waiting_tokens == 0

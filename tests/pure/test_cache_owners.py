@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names, name_block
 from engine.core.types import AbortCause
-from tests.pure.driver import Driver, check_index, config, request
+from tests.integrity import check_index, check_scheduler
+from tests.pure.driver import Driver, config, request
 
 PUBLIC = tuple(range(20, 33))  # 13 tokens, 3 blocks of 4
 
@@ -67,7 +68,7 @@ def test_nothing_of_another_owners_is_ever_found(
             info = driver.prompts.get((name, choice))
             assert info is None or info.num_cached_tokens <= allowed, (owner, prompt)
             known[owner].append((*prompt, *driver.streams.get((name, choice), ())))
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
 
 
 def test_what_is_public_is_found_by_all_and_kept_once() -> None:

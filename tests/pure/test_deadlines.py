@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.core.stats import Target
 from engine.core.types import FinishReason
+from tests.integrity import check_scheduler
 from tests.pure.driver import Driver, config, request
 from tests.pure.world import CONTEXT_S, FIXED_S, TOKEN_S, World
 
@@ -73,7 +74,7 @@ def test_who_cannot_be_in_time_is_told_why_at_once() -> None:
         assert "deadline_ms is 500, of which 0 have passed in the queue" in error
         assert "computing it takes at least 18" in error
     assert not world.driver.scheduler.has_work
-    world.driver.scheduler.check_integrity()
+    check_scheduler(world.driver.scheduler)
 
 
 def test_what_the_cache_holds_is_not_to_be_computed() -> None:
@@ -127,7 +128,7 @@ def test_nothing_is_dropped_that_could_be_in_time(
             now = world.dropped_s[name]
             is_impatient = max_queue_s is not None and now > arrival_s + max_queue_s
             assert is_impatient or now + 1.01 * alone_s(num_prompt, num_tokens) > arrival_s + deadline_s
-    world.driver.scheduler.check_integrity()
+    check_scheduler(world.driver.scheduler)
 
 
 @settings(max_examples=40)

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.kv.prefix_cache import PrefixCache, chain_next, chain_root
-from tests.pure.driver import Driver, check_index, config, request
+from tests.integrity import check_index, check_pool
+from tests.pure.driver import Driver, config, request
 
 NUM_BLOCKS = 10
 POLICY_NAMES = tuple(EVICTION_POLICIES)
@@ -145,7 +146,7 @@ def test_no_block_outlives_the_one_before_it(policy: str, prompts: list[tuple[in
         digests = list(accumulate([[token] for token in tokens], chain_next, initial=chain_root("")))  # type: ignore[arg-type]
         parents.update(zip(digests[2:], digests[1:], strict=False))
         check_index(cache)
-        cache.pool.check_integrity([])
+        check_pool(cache.pool, [])
         known = cache._block_of
         assert all(parents[digest] in known for digest in known if digest in parents)
 

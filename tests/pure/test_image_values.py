@@ -16,6 +16,7 @@ from engine.core.types import Request, SamplingParams
 from engine.images import Image
 from engine.resources import EngineResources
 from loadtest.fake_runner import FakeRunner
+from tests.integrity import check_scheduler
 
 
 def request_of(image: Image) -> Request:
@@ -67,4 +68,4 @@ def test_a_prompt_waits_before_vectors_that_are_not_made_and_others_go_on(is_ato
         made |= {b"first"} if step == 3 else {b"second"} if step == 7 else set()
     assert reached == [5] * 4 + [12] * 4 + [20] * 4
     assert ended == ["text", "seen"]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)

@@ -22,7 +22,8 @@ from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.tiers import Transfer
 from engine.core.sequence import Account, Sequence, Status
 from engine.core.stats import Stats, TransferKind
-from tests.pure.driver import check_all, config, request
+from tests.integrity import check_kv
+from tests.pure.driver import config, request
 
 SIZE = 4
 History = tuple[str, tuple[int, ...]]  # salt and tokens that K/V was computed from
@@ -345,7 +346,7 @@ class FaultMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        check_all(self.kv.checks([*self.living, *self.leaving], self.steps))
+        check_kv(self.kv, [*self.living, *self.leaving], self.steps)
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):

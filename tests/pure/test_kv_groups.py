@@ -52,7 +52,7 @@ def check_footprint(driver: Driver) -> None:
 def check_findable(driver: Driver) -> None:
     """The groups together find what the pool says is found."""
     kv = driver.scheduler.kv
-    num_findable = sum(kv.pool.is_findable(block) for block in range(kv.pool.num_blocks))
+    num_findable = sum(kv.pool.findable)
     assert sum(group.num_findable for _, group in kv.groups) == num_findable
 
 

@@ -20,7 +20,8 @@ from engine.core.kv.manager import KVCacheManager
 from engine.core.page_table import NO_BLOCK
 from engine.core.sequence import Account, Sequence, Status
 from engine.core.stats import Stats
-from tests.pure.driver import check_all, config, request
+from tests.integrity import check_kv
+from tests.pure.driver import config, request
 
 SIZE, SLOTS = 4, 4
 
@@ -241,7 +242,7 @@ class KVManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        check_all(self.kv.checks(self.living, ()))
+        check_kv(self.kv, self.living, ())
         assert self.kv.pool.num_available == self.num_available()
 
 
@@ -328,7 +329,7 @@ class MixedManagerMachine(KVManagerMachine):
         others = {block for each in self.living if each is not seq for table in each.kv.held for block in table}
         assert others.isdisjoint(state), "another may read the slot that is written"
         if self.kv._recurrent is not None:
-            assert not any(self.kv._recurrent.is_owner(block) for block in state), "it can be found"
+            assert not any(self.kv._recurrent.content(block) for block in state), "it can be found"
         self.other.compute(seq, stop)
         super().write(seq, stop)
 

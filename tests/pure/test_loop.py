@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,8 +17,6 @@ from engine.core.errors import (
     OverloadedError,
     ShuttingDownError,
 )
-from engine.core.kv import prefix_cache
-from engine.core.kv.block_pool import BlockPool
 from engine.core.scheduling.admission import MAX_RETRY_S, QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause
@@ -27,6 +25,7 @@ from engine.core.types import AbortCause, FinishReason, StepEvents, TokenEvent
 from engine.handle import EngineFacts, TakeSnapshot
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner, FakeStep
+from tests.integrity import check_scheduler
 from tests.patience import PATIENCE_S, eventually
 from tests.pure.driver import VOCAB, config, once_stopping, request, solo
 
@@ -243,7 +242,7 @@ def test_death_ends_every_request_with_an_error_and_refuses_the_next(rig: Rig) -
 def check_nothing_leaked(rig: Rig) -> None:
     """The engine is idle and its books balance."""
     rig.engine.stop(PATIENCE_S)
-    rig.engine._scheduler.check_integrity()
+    check_scheduler(rig.engine._scheduler)
     stats = rig.engine.stats
     assert (stats.blocks_held, stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0, 0)
     assert sum(stats.failed.values()) == stats.finished[FinishReason.ERROR]
@@ -398,71 +397,21 @@ def test_an_engine_that_has_yet_to_wake_up_does_not_hang(monkeypatch: pytest.Mon
     engine.stop(0.0)
 
 
-def test_a_leak_is_found_in_a_quiet_moment_and_when_the_engine_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = threading.Event()
-
-    def leak(_: Scheduler) -> Iterator[None]:
-        yield
-        found.set()
-        raise AssertionError("block 3 has 1 references and 0 holders")
-
-    monkeypatch.setattr(Scheduler, "checks", leak)
-    rig = Rig()
-    rig.engine.submit(request())
-    rig.listener.wait_for(lambda: len(rig.listener.ends) == 1)
-    assert found.wait(PATIENCE_S)
-    assert rig.engine.health().alive, "a leak is no reason to stop serving"
-    before = rig.engine.stats.integrity_failures
-    rig.engine.stop(0.0)
-    assert rig.engine.stats.integrity_failures == before + 1
-
-
-def test_a_request_does_not_wait_for_the_end_of_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does an order to stop: its message ends the check, and the next one is whole."""
-    checking, is_endless = threading.Event(), True
-
-    def check(_: Scheduler) -> Iterator[None]:
-        while is_endless:
-            checking.set()
-            yield
-
-    monkeypatch.setattr(Scheduler, "checks", check)
-    rig = Rig()
-    for index in range(2):
-        assert checking.wait(PATIENCE_S)
-        assert rig.runner.chores_done.is_set(), "a check comes last, as it takes seconds with a large disk"
-        rig.engine.submit(request(f"r{index}"))
-        rig.listener.wait_for(lambda: len(rig.listener.ends) == index + 1)  # noqa: B023 - called here
-        checking.clear()
-    is_endless = False
-    rig.close()
-
-
 @pytest.mark.parametrize("is_idle", [True, False])
-def test_a_leak_in_the_last_block_is_found_in_parts_and_when_the_engine_stops(
-    monkeypatch: pytest.MonkeyPatch, is_idle: bool
+def test_a_leak_is_found_in_a_quiet_moment_and_when_the_engine_stops(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_idle: bool
 ) -> None:
-    monkeypatch.setattr(prefix_cache, "MAX_CHECKED", 5)
-    parts: list[range] = []
-    check = BlockPool.check_blocks
-
-    def note(pool: BlockPool, holders: Mapping[int, int], blocks: range) -> None:
-        parts.append(blocks)
-        check(pool, holders, blocks)
-
-    monkeypatch.setattr(BlockPool, "check_blocks", note)
     engine = Engine(Scheduler(config()), GatedRunner(), EngineFacts(VOCAB))
-    (lost,) = [block for block in engine._scheduler.kv.pool.alloc_many(24) if block == 23]
-    engine._scheduler.kv.pool.free(*range(23))
+    engine._scheduler.kv.pool.alloc_many(3)
     if not is_idle:
         monkeypatch.setattr("engine.arbiter._QUIET_S", PATIENCE_S)
     engine.start(lambda events: None)
     if is_idle:
         eventually(lambda: engine.stats.integrity_failures == 1)
-        assert parts[:5] == [range(5), range(5, 10), range(10, 15), range(15, 20), range(20, 24)]
+        assert engine.health().alive, "a leak is no reason to stop serving"
     engine.stop(0.0)
-    assert lost == 23
     assert engine.stats.integrity_failures == 1 + is_idle
+    assert "3 blocks or rows are held by nothing" in caplog.text
 
 
 def test_the_owner_learns_of_the_end_even_if_something_cannot_be_closed(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,8 @@ from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_next, chain_root
 from engine.core.stats import Stats
 from engine.core.types import Pin
-from tests.pure.driver import Driver, check_all, check_index, config, request
+from tests.integrity import check_index, check_pins, check_pool, check_scheduler
+from tests.pure.driver import Driver, config, request
 from tests.pure.test_tiers import prompt, serve, tiered
 
 MAX_PINNED = 6
@@ -78,7 +79,7 @@ class PinMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        check_all(self.pins.checks())
+        check_pins(self.pins)
         assert self.target.pinned == set(self.pins.until)
         for digest, until in self.pins.until.items():
             parent = self.parents.get(digest)
@@ -93,7 +94,7 @@ def test_many_requests_for_one_prefix_cost_what_one_does() -> None:
     pins, chain = Pins(Stats(), MAX_PINNED), chain_of(*range(4))
     for index in range(1000):
         assert all(pins.keep(chain, block, HOUR + index) for block in range(4))
-    check_all(pins.checks())
+    check_pins(pins)
     assert len(pins._heap) < 200, "records grow with the requests"
     pins.expire(HOUR + 998.0)
     assert len(pins.until) == 4, "it lasts as long as the last one wants"
@@ -143,8 +144,8 @@ class PinnedCacheMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if hasattr(self, "cache"):
             check_index(self.cache)
-            self.cache.pool.check_integrity([])
-            check_all(self.pins.checks())
+            check_pool(self.cache.pool, [])
+            check_pins(self.pins)
             here = {block for digest, block in self.cache._block_of.items() if digest in self.pins.until}
             assert here == set(self.cache.pool._pinned)
 
@@ -296,7 +297,7 @@ def test_pins_change_no_stream_and_lose_no_block(
             else:
                 driver.now += 0.5 * (deed == "wait")
                 driver.step()
-            driver.scheduler.check_integrity()
+            check_scheduler(driver.scheduler)
             assert conserved(driver, (share, share, share))
     driver.drain()
     driver.check_streams()

@@ -11,6 +11,7 @@ from engine.core.stats import PreemptionKind
 from engine.core.step import POOLED_UNIT
 from engine.core.types import AbortCause, FinishReason, Pooling, PoolingParams, Request
 from loadtest.fake_runner import hidden_state
+from tests.integrity import check_scheduler
 from tests.pure.driver import Driver, config, request
 
 KINDS = (Pooling.LAST, Pooling.MEAN)
@@ -36,7 +37,7 @@ def check(driver: Driver, names: set[str]) -> None:
         assert not end.token_ids
         assert end.prompt is not None
         assert end.prompt.pooled == pytest.approx(expected(asked), rel=1e-12), name
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
     assert driver.scheduler.stats.blocks_held == driver.scheduler.stats.host_blocks_held == 0
 
 

@@ -10,6 +10,7 @@ from engine.core.scheduling.prompts import PromptPlan
 from engine.core.scheduling.running import RunningQueue
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.types import AbortCause
+from tests.integrity import check_scheduler
 from tests.pure.driver import Driver, config, request
 
 
@@ -127,10 +128,10 @@ def test_an_abort_frees_both_sides(depth: int, turns: int) -> None:
     crowd(driver, num=6)
     for _ in range(turns):
         driver.step()
-        driver.scheduler.check_integrity()
+        check_scheduler(driver.scheduler)
     for i in (5, 1, 3):
         driver.take(driver.scheduler.abort(str(i), AbortCause.DISCONNECT, driver.now))
-        driver.scheduler.check_integrity()
+        check_scheduler(driver.scheduler)
     driver.drain()
     driver.check_streams(aborted={"1", "3", "5"})
 
@@ -148,7 +149,7 @@ def test_a_step_that_is_taken_back_takes_its_copies_with_it(seed: int, depth: in
             driver.run_out_of_memory()
         else:
             driver.step()
-        driver.scheduler.check_integrity()
+        check_scheduler(driver.scheduler)
     driver.drain()
     assert driver.scheduler.stats.preempted[PreemptionKind.SWAP] > 0
     driver.check_streams()

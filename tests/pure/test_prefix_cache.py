@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.kv.prefix_cache import PrefixCache, chain_root
-from tests.pure.driver import check_index
+from tests.integrity import check_index, check_pool
 
 TOKENS = list(range(10))
 
@@ -184,7 +184,7 @@ def test_what_stands_behind_a_block_that_went_is_free() -> None:
     found = cache.match([chain_root("")], TOKENS, 10)
     assert found == blocks[: len(found)]
     cache.pool.free(*held)
-    cache.pool.check_integrity([])
+    check_pool(cache.pool, [])
 
 
 @given(
@@ -207,4 +207,4 @@ def test_whatever_comes_and_leaves_a_block_that_is_found_has_what_it_is_found_fo
         assert len(found) == len(tokens) // 2, "nothing has driven it out"
         assert all(content[block] == tuple(tokens[: 2 * index + 2]) for index, block in enumerate(found))
         check_index(cache)
-    cache.pool.check_integrity([])
+    check_pool(cache.pool, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.types import AbortCause, FinishReason, PlainTokens, StepEvents, TokenEvent
+from tests.integrity import check_scheduler
 from tests.pure.driver import FAILS, Driver, config, request, solo
 
 
@@ -131,7 +132,7 @@ def test_a_block_whose_tokens_nobody_knows_is_not_cached() -> None:
     driver.take(driver.scheduler.abort("r", AbortCause.DISCONNECT, driver.now))
     driver.drain()
     assert driver.scheduler.stats.blocks_cached == 0
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
 
 
 def test_an_abort_counts_every_choice_it_ends() -> None:

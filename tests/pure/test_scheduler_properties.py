@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.core.errors import NeverFitsError
 from engine.core.types import AbortCause, BeamParams, EarlyStopping
 from loadtest.fake_runner import CostModel
+from tests.integrity import check_scheduler
 from tests.pure.driver import EOS, FAILS, Driver, config, request
 
 prompts = st.builds(
@@ -155,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         driver = self.driver
-        driver.scheduler.check_integrity()
+        check_scheduler(driver.scheduler)
         driver.check_totals()
         stats = driver.scheduler.stats
         assert stats.num_running <= driver.scheduler.config.max_num_seqs

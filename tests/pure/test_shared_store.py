@@ -9,6 +9,7 @@ import pytest
 from engine.core.config import StoreSize
 from engine.core.kv.tiers import News
 from engine.core.stats import TransferKind
+from tests.integrity import check_scheduler
 from tests.pure.driver import Driver, config
 from tests.pure.test_tiers import crowd, prompt, serve
 
@@ -120,5 +121,5 @@ def test_no_daemon_reads_what_is_not_there(seed: int) -> None:
             driver.spill()
         else:
             driver.step()
-        driver.scheduler.check_integrity()
+        check_scheduler(driver.scheduler)
     assert hits + sum(map(end, daemons)) > 0

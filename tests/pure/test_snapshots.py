@@ -48,7 +48,7 @@ def check_held(driver: Driver) -> None:
         assert all(pool.is_held(block) for move in step.states for block in (*move.read, *move.written))
     for seq in driver.scheduler.running:
         if not seq.kv.state.is_shared:
-            assert not any(group.is_owner(block) for block in seq.kv.state.slot), "a live slot has a name"
+            assert not any(group.content(block) for block in seq.kv.state.slot), "a live slot has a name"
 
 
 class StateMachine(SchedulerMachine):
@@ -431,7 +431,7 @@ def test_a_snapshot_is_whole_or_gone() -> None:
     while group.has(names[-1]):
         taken.append(pool.alloc())
     assert len(set(slot).intersection(taken)) == 1
-    assert not any(group.is_owner(block) for block in slot), "the rest is free"
+    assert not any(group.content(block) for block in slot), "the rest is free"
     pool.free(*taken)
     run(driver, "b", PROMPT)
     driver.check_streams()

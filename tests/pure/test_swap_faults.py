@@ -19,6 +19,7 @@ from engine.core.types import FinishReason, TokenEvent
 from engine.handle import EngineFacts
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner
+from tests.integrity import check_scheduler
 from tests.pure.driver import Driver, config, request, solo
 from tests.pure.test_tiers import prompt, tiered
 
@@ -80,7 +81,7 @@ def test_whatever_fails_on_the_way_only_work_is_lost(
         else:
             for _ in range(1 + count):
                 driver.step()
-        driver.scheduler.check_integrity()
+        check_scheduler(driver.scheduler)
     driver.drain()
     driver.check_streams()
 
@@ -97,7 +98,7 @@ def test_a_swap_that_fails_is_computed_anew(depth: int, way: str, num_done: int)
         driver.step()
     copies_fail(driver, num_done, None if way == "out" else num_done)
     swapped = stats.preempted[PreemptionKind.SWAP]
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
     assert stats.host_blocks_held == 0
     driver.drain()
     driver.check_streams()

@@ -10,7 +10,8 @@ from engine.core.budget import StepTime
 from engine.core.kv import prefix_cache, tiers
 from engine.core.stats import TransferKind
 from engine.core.types import AbortCause, Request
-from tests.pure.driver import Driver, check_all, config, request
+from tests.integrity import check_scheduler
+from tests.pure.driver import Driver, config, request
 
 
 def prompt(first: int, length: int = 17) -> tuple[int, ...]:
@@ -221,7 +222,7 @@ def test_a_report_that_comes_twice_is_ignored() -> None:
         other.runner.transfer(transfer, other.slots)
         for is_good in (True, True, False):
             other.scheduler.transferred([(transfer, is_good)])
-    other.scheduler.check_integrity()
+    check_scheduler(other.scheduler)
     assert other.scheduler.stats.transferred[TransferKind.LOAD] == 4
     assert not other.scheduler.stats.failed_transfers[TransferKind.LOAD]
     other.drain()
@@ -269,7 +270,7 @@ def test_who_leaves_while_it_is_read_leaves_nothing_behind() -> None:
     other = restarted(driver)
     other.add(request("gone", prompt(0)))
     other.take(other.scheduler.abort("gone", AbortCause.DISCONNECT, other.now))
-    other.scheduler.check_integrity()
+    check_scheduler(other.scheduler)
     other.transfer()
     assert serve(other, "later", prompt(0)) == (0, 0, 16), "what was read is there for the next one"
     other.check_streams(aborted={"gone"})
@@ -297,37 +298,18 @@ def test_what_cannot_be_written_is_not_said_to_be_there() -> None:
     driver.scheduler.tiers.spill()
     driver.transfer(is_good=False)
     assert driver.scheduler.tiers.stores["disk"].pool.num_free == 60
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
 
 
 def test_a_spill_that_fails_is_forgotten() -> None:
     driver = tiered()
     serve(driver, "first", prompt(0))
     assert driver.scheduler.tiers.spill()
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
     driver.scheduler.tiers.spill()
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
     assert driver.scheduler.tiers.host.pool.num_held == 0
     assert driver.scheduler.tiers.stores["disk"].pool.num_free == 60
-
-
-def test_many_slots_are_checked_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "MAX_CHECKED", 25)
-    lost, misplaced = prefix_cache.BlockIndex(60), prefix_cache.BlockIndex(60)
-    lost.pool.alloc_many(60)
-    for block in (*range(30), *range(31, 60)):
-        lost.pool.free(block)
-    misplaced.put(b"content", misplaced.pool.alloc_many(60)[30])
-    misplaced._block_of[b"content"] = 0
-    for block in range(60):
-        misplaced.pool.free(block)
-    for disk, why in ((lost, "block 30 has 1 references"), (misplaced, "block 30 is not where its content is")):
-        next(disk.checks([]))  # a request arrives, so that the check is dropped
-        with pytest.raises(AssertionError, match=why):
-            next(disk.checks([]))  # goes on where it stopped
-        for _ in range(2):
-            with pytest.raises(AssertionError, match=why):
-                check_all(disk.checks([]))
 
 
 def test_salts_keep_lower_tiers_apart() -> None:
@@ -394,7 +376,7 @@ def test_whatever_happens_to_copies_on_their_way_nobody_reads_what_is_not_there(
                 driver.spill()
             else:
                 driver.step()
-            driver.scheduler.check_integrity()
+            check_scheduler(driver.scheduler)
         driver.drain()
         driver.transfer()
         driver.check_streams(aborted)

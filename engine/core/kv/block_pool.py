@@ -10,8 +10,7 @@ released first. A pin does not keep a block from a sequence that needs one: it o
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.kv.eviction import EvictionOrder, Lru, Ranked, make_order
 
@@ -235,32 +234,3 @@ class BlockPool:
     def findable(self) -> bytes:
         """Return a byte for each block: 1 if prompts find it."""
         return bytes(self._indexed)
-
-    def is_findable(self, block: int) -> bool:
-        """Return whether a block is marked as findable."""
-        return self._indexed[block] == 1
-
-    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
-        """Raise AssertionError unless reference counts equal what `holders`, all page tables, hold."""
-        self.check_blocks(count_holders(holders), range(self.num_blocks))
-
-    def check_blocks(self, holders: Mapping[int, int], blocks: range) -> None:
-        """Raise AssertionError unless these blocks have so many references, and are in one state each."""
-        for block in blocks:
-            refs, num_holders = self._refs[block], holders.get(block, 0)
-            assert refs == num_holders, f"block {block} has {refs} references and {num_holders} holders"
-            is_spared, is_pinned = block in self._spared, block in self._pinned
-            is_cached = (block in self._cached) + (block in self._passed)
-            places = (refs > 0) + (block in self._free) + is_cached + is_spared
-            assert places == 1, f"block {block} is in {places} of the states free, cached and held"
-            assert not (is_cached if is_pinned else is_spared), "a pin is in the wrong order"
-            assert self._indexed[block] or not (is_cached or is_pinned), "the prefix cache does not know a block"
-        assert len(self._pinned) <= self.max_pinned
-
-
-def count_holders(holders: Iterable[Iterable[int]]) -> Mapping[int, int]:
-    """Return by block how many page tables name it."""
-    counts = Counter[int]()
-    for held in holders:
-        counts.update(held)
-    return counts

@@ -10,8 +10,7 @@ happened, and tickets end before the first block that was lost.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Container, Iterable
 
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.prefix_cache import BlockIndex, name_block
@@ -174,9 +173,3 @@ class HostTier(BlockIndex):
         super()._evicted(block)
         self._due.pop(block, None)
         self.origins.pop(block, None)
-
-    def checks(self, holders: Iterable[Iterable[int]], others: Seq[BlockIndex] = ()) -> Iterator[None]:
-        """Raise AssertionError unless tickets and `holders` hold what is held, and no copy is due in vain."""
-        yield from super().checks([*holders, *(ticket.all_blocks for ticket in self._tickets)], others)
-        wanted = (self.pool.is_held(host) or self.content(host) is not None for host in self._due)
-        assert all(wanted), "a copy is due to a block that is free"

@@ -8,12 +8,11 @@ for at least as long: prefixes stay whole. A pin only orders eviction: a sequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from engine.core.kv.prefix_cache import MAX_CHECKED, BlockIndex
+from engine.core.kv.prefix_cache import BlockIndex
 from engine.core.stats import Stats
 
 
@@ -71,16 +70,3 @@ class Pins:
         del self.until[digest]
         for target in self.targets:
             target.unpin(digest)
-
-    def checks(self) -> Iterator[None]:
-        """Raise AssertionError unless the bound holds and every pin has its end in the heap; stops as an index's."""
-        assert len(self.until) <= self._max_pinned, "more is pinned than may be"
-        ends = set[bytes]()
-        for first in range(0, len(self._heap), MAX_CHECKED):
-            ends.update(
-                digest
-                for until, _, digest in self._heap[first : first + MAX_CHECKED]
-                if self.until.get(digest) == until
-            )
-            yield
-        assert len(ends) == len(self.until), "a pin has no end"

@@ -9,20 +9,18 @@ and few requests continue an answer, so an answer's blocks are named when a requ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from hashlib import blake2b
 from struct import Struct
 from typing import NamedTuple, Protocol
 
 from engine.core.config import SchedulerConfig
-from engine.core.kv.block_pool import BlockPool, count_holders
+from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.contents import Holdings
 from engine.core.page_table import NO_BLOCK
 from engine.core.spans import Chain, Span
 from engine.core.types import Request
-
-MAX_CHECKED = 512  # blocks in one part of `checks`: three quarters of a millisecond
 
 
 def chain_root(salt: str, adapter: bytes = b"", owner: str = "") -> bytes:
@@ -83,7 +81,7 @@ def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size
 class BlockIndex:
     """Finds the blocks of a pool by name; contents in `pins` are evicted last. Indexes may share a pool."""
 
-    __slots__ = ("_block_of", "_name_of", "_next_checked", "_pins", "holdings", "pool")
+    __slots__ = ("_block_of", "_name_of", "_pins", "holdings", "pool")
 
     def __init__(
         self,
@@ -99,7 +97,6 @@ class BlockIndex:
         self._pins = pins
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
-        self._next_checked = 0
         self.holdings: Holdings | None = None  # for KV events
 
     def find(self, name: bytes) -> int:
@@ -159,33 +156,6 @@ class BlockIndex:
         del self._block_of[name]
         if self.holdings is not None:
             self.holdings.lose(name)
-
-    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[BlockIndex] = ()) -> Iterator[None]:
-        """Raise AssertionError unless `holders` hold what is held, and both directions of the index agree.
-
-        `others` share the pool; a block has one owner at most.
-
-        Stops after each MAX_CHECKED blocks, because a request may have arrived. Nothing may change between two parts: a
-        check that was interrupted is dropped. The next one begins where it stopped, so that all blocks get their turn.
-        """
-        assert len(self._block_of) == len(self._name_of), "a content is nowhere"
-        counts, num_blocks = count_holders(holders), self.pool.num_blocks
-        indexes: list[BlockIndex] = [self, *others]
-        for _ in range(0, num_blocks, MAX_CHECKED):
-            first = self._next_checked
-            blocks = range(first, min(first + MAX_CHECKED, num_blocks))
-            self._next_checked = blocks.stop if blocks.stop < num_blocks else 0
-            self.pool.check_blocks(counts, blocks)
-            for block in blocks:
-                owners = [index for index in indexes if index.is_owner(block)]
-                assert len(owners) == self.pool.is_findable(block), f"{len(owners)} indexes find block {block}"
-            yield
-
-    def is_owner(self, block: int) -> bool:
-        """Return whether a block can be found here. Raises AssertionError unless its name leads to it."""
-        name = self._name_of.get(block)
-        assert name is None or self._block_of.get(name) == block, f"block {block} is not where its content is"
-        return name is not None
 
 
 class Listener(Protocol):
@@ -337,26 +307,6 @@ class PrefixCache(BlockIndex):
             for dependent in self.dependents:
                 dependent.drop(name)
         super()._evicted(block)
-
-    def is_owner(self, block: int) -> bool:
-        """As an index's, and of the blocks without names."""
-        return super().is_owner(block) != (block in self._run_of)
-
-    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[BlockIndex] = ()) -> Iterator[None]:
-        """As an index's, and of the blocks without names."""
-        yield from super().checks(holders, others)
-        num_listed = num_since = 0
-        for name, run in self._unnamed.items():
-            assert run.blocks, "a run of blocks is empty"
-            assert run.name == name, "a run of blocks is not where its content is"
-            for block in run.blocks:
-                assert self._run_of.get(block) is run, f"block {block} is in a run that it does not know"
-            num_listed += len(run.blocks)
-            num_since += 1 + len(run.blocks)
-            if num_since >= MAX_CHECKED:
-                num_since = 0
-                yield
-        assert num_listed == len(self._run_of), "a block is in no run"
 
 
 def _begins_with(run: _Run, tokens: Sequence[int], block_size: int) -> bool:

@@ -7,7 +7,7 @@ until it is reported, even if the waiting request ends. So late bytes never reac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from math import inf
 from typing import NamedTuple, Protocol
@@ -295,15 +295,13 @@ class Tiers:
                 self._put(store, name, slot)
                 store.pool.free(slot)
 
-    def checks(self, holders: Iterable[Iterable[int]]) -> Iterator[None]:
-        """Raise AssertionError unless `holders` and the transfers hold what is held of host blocks and slots."""
-        transfers = list(self._under_way.values())
-        hosts = [transfer.host_block for transfer in transfers] + [host for _, _, host in self._staged]
-        loading = {transfer.name for transfer in transfers if transfer.kind is TransferKind.LOAD}
-        assert self._parked.keys() <= loading, "a sequence waits for a block that is not being loaded"
-        yield from self.host.checks([*holders, hosts])
-        for tier, store in self.stores.items():
-            yield from store.checks([[transfer.slot for transfer in transfers if transfer.tier == tier]])
+    @property
+    def num_leaked(self) -> int:
+        """Return how many host blocks and slots are held that neither tickets nor transfers have."""
+        transfers = self._under_way.values()
+        known = {("", host) for _, _, host in self._staged} | {("", each.host_block) for each in transfers}
+        known |= {(each.tier, each.slot) for each in transfers}
+        return sum(index.pool.num_held for index in (self.host, *self.stores.values())) - len(known)
 
     @staticmethod
     def _put(index: BlockIndex, name: bytes, block: int) -> None:

@@ -149,12 +149,6 @@ class FairQueue(KeyedQueue):
                     found.append(victim)
         return found
 
-    def check_integrity(self) -> None:
-        for account, lane in self._lanes.items():
-            assert lane, "a lane is empty"
-            assert lane == sorted(lane, key=by_order), "a lane is out of order"
-            assert all(seq.account is account for seq in lane), "a lane is mixed"
-
 
 def _place(seq: Sequence, rank: int) -> tuple[float, ...]:
     """Return the place of a tenant's rank-th running sequence, from 1; background work comes last."""

@@ -107,7 +107,3 @@ class KeyedQueue:
     def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:  # noqa: ARG002 - see `may_yield`
         """Return sequences that may be preempted for a waiting one, the first to go first."""
         return []
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a sequence is in the wrong place."""
-        assert self._waiting == sorted(self._waiting, key=by_order), "the queue is out of order"

@@ -6,7 +6,6 @@ Running sequences are sorted by `place`: best first, victims last.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
@@ -171,12 +170,3 @@ class RunningQueue:
         for step in in_flight:
             holders.update({seq.seq_id: seq for seq in step.all_sequences})
         return list(holders.values())
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a sequence is in the wrong place."""
-        assert self.running == sorted(self.running, key=_place), "the running sequences are out of order"
-        self.foreground.check_integrity()
-        self.background.check_integrity()
-        if self.may_yield:
-            held = Counter([seq.account for seq in self.running])
-            assert all(account.num_running == num for account, num in held.items()), "a tenant's holding is miscounted"

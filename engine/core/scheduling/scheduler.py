@@ -385,17 +385,3 @@ class Scheduler:
         queue = [seq.request_id for seq in self._queue.waiting]
         num_free, num_cached, num_held = self.kv.pool.counts
         return Snapshot(num_free, num_held, num_cached, self.kv.pool.findable, tuple(listed), tuple(queue))
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if blocks are held without a holder, or a sequence is in the wrong place."""
-        for _ in self.checks():
-            pass
-
-    def checks(self) -> Iterator[None]:
-        """As `check_integrity`, in parts of about a millisecond; nothing may change between two."""
-        holders = self._queue.holders(self._in_flight)
-        self._queue.check_integrity()
-        num_leaving = sum(seq.is_leaving for seq in holders)
-        assert self._output.num_leaving == num_leaving, "leaving sequences are miscounted"
-        assert self._in_flight or not num_leaving, "a sequence waits for a step that is not in flight"
-        yield from self.kv.checks(holders, self._in_flight)
