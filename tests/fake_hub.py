@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,15 +26,12 @@ class FakeHub:
     repos: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     token: str | None = None  # the only one that may read
-    lists_sizes: bool = True  # some mirrors do not
     # What befalls the next requests for a file, or for the "listing": a status, "hang", "html", "no range",
-    # ("cut", N): the connection ends after N bytes; ("size", N): the file has N bytes instead; ("endless", N): at least N
-    # bytes come, whose number is not stated; ("content", BYTES): these come instead.
+    # ("cut", N): the connection ends after N bytes; ("size", N): the file has N bytes instead; ("content", BYTES):
+    # these come instead.
     faults: dict[str, list[Any]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)  # "listing", "config.json", "model.gguf 100-"
     authorizations: set[str | None] = field(default_factory=set)
-    sizes: dict[str, object] = field(default_factory=dict)  # that it lists instead of the true ones
-    num_endless: int = 0  # bytes of endless files that were sent
     released: threading.Event = field(default_factory=threading.Event)
 
     def fault(self, name: str) -> Any:
@@ -121,12 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(json.dumps({"id": repo, "sha": COMMIT, "siblings": files}).encode())
 
     def _sibling(self, name: str, content: bytes) -> dict[str, Any]:
-        if not self.hub.lists_sizes:
-            return {"rfilename": name}
         size = {"rfilename": name, "size": len(content), "blobId": git_digest(content)}
-        if name in self.hub.sizes:
-            size["size"] = self.hub.sizes[name]
-        elif name.endswith(LARGE):
+        if name.endswith(LARGE):
             size["lfs"] = {"sha256": digest(content), "size": len(content), "pointerSize": 1}
         return size
 
@@ -151,7 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _content(self, repo: str, name: str) -> None:
         content = self.hub.repos[repo][name]
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")
-        self.hub.requests.append(name if asked is None else f"{name} {asked[1]}-{asked[2]}")
+        if self.command == "GET":
+            self.hub.requests.append(name if asked is None else f"{name} {asked[1]}-{asked[2]}")
         fault = self.hub.fault(name) if self.command == "GET" else None
         if isinstance(fault, int):
             return self._refuse(fault)
@@ -159,8 +153,6 @@ class _Handler(BaseHTTPRequestHandler):
             content = content[: fault[1]].ljust(fault[1], b"?")
         if fault is not None and fault[0] == "content":
             content = fault[1]
-        if fault is not None and fault[0] == "endless":
-            return self._send_on(content, fault[1])
         cut = fault[1] if fault is not None and fault[0] == "cut" else None
         if asked is None or fault == "no range":
             return self._send(content, etag=git_digest(content), sent=cut)
@@ -183,18 +175,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[:sent])
         if sent is not None:
             self.close_connection = True
-
-    def _send_on(self, content: bytes, num_bytes: int) -> None:
-        """Send a file of unstated length until enough is sent, or the client has gone."""
-        self.send_response(200)
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.close_connection = True
-        with suppress(OSError):
-            self.wfile.write(content)
-            for _ in range(0, num_bytes, 1 << 16):
-                self.wfile.write(b"?" * (1 << 16))
-                self.hub.num_endless += 1 << 16
 
     def _may_read(self) -> bool:
         return self.hub.token is None or self.headers["Authorization"] == f"Bearer {self.hub.token}"

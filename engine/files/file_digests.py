@@ -101,6 +101,15 @@ class FileDigests:
         return {path: self._known[state] for path, state in self._states.items()}
 
 
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a whole file, as other programs compute it. Raises OSError."""
+    digest = sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def _state(path: Path) -> FileState:
     try:
         check_regular(path)

@@ -1,8 +1,8 @@
 """The Hugging Face hub: the files of a model there, and the cache that keeps them.
 
 huggingface_hub has the addresses, the token, the session and the layout of the cache, so HF_ENDPOINT, HF_TOKEN,
-HF_HUB_OFFLINE and HF_HUB_CACHE mean here what they mean elsewhere. The transfer is Quire's own, because the library
-begins an interrupted file again and retries a hub that is away for minutes. Runs at start-up; imports no torch.
+HF_HUB_OFFLINE and HF_HUB_CACHE mean here what they mean elsewhere. Downloads are the library's too; what it does
+not check is checked in engine/hub/transfer.py. Runs at start-up; imports no torch.
 """
 
 from __future__ import annotations

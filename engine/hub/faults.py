@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HTTPError,
+    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -24,7 +25,6 @@ from engine.files.formats import LOCAL
 from engine.system.regular_file import reason
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_RETRIED = (408, 429)  # and those from 500 on
 
 
 def request_errors() -> tuple[type[Exception], ...]:
@@ -39,13 +39,7 @@ def is_offline(error: Exception) -> bool:
     return isinstance(error, OfflineModeIsEnabled)
 
 
-def is_transient(error: Exception) -> bool:
-    """Return whether a request that failed so may succeed when it is made again."""
-    status = _status(error)
-    return status >= 500 or status in _RETRIED if status else isinstance(error, HTTPError)
-
-
-def why(error: Exception) -> str:
+def _why(error: Exception) -> str:
     """Return the error in a few words."""
     if status := _status(error):
         return f"HTTP {status}"
@@ -55,7 +49,8 @@ def why(error: Exception) -> str:
 
 def sentence(error: Exception, repo: str, store: Path, revision: str | None = None) -> str:
     """Return what went wrong with a repository, and what to do."""
-
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # the file is not in the cache, because
     cache = store.parent
     if is_offline(error):
         return f"HF_HUB_OFFLINE is set, and {repo!r} is not in the cache, {cache}; unset it, or name {LOCAL}."
@@ -63,17 +58,17 @@ def sentence(error: Exception, repo: str, store: Path, revision: str | None = No
         return _refusal(error, status, repo, revision)
     if isinstance(error, (HTTPError, TimeoutError)):
         return (
-            f"The hub at {constants.ENDPOINT} cannot be reached ({why(error)}), so {repo!r} cannot be fetched; check the network and "
+            f"The hub at {constants.ENDPOINT} cannot be reached ({_why(error)}), so {repo!r} cannot be fetched; check the network and "
             f"HF_ENDPOINT, or name {LOCAL}."
         )
     if isinstance(error, OSError) and error.errno in _FULL:
         return (
-            f"{cache} is full; free some space, or name another folder with --download-dir. The part of {repo!r} that is "
-            "there is kept, and the next start resumes it."
+            f"{cache} is full; free some space, or name another folder with --download-dir. The files of {repo!r} that are "
+            "complete are kept."
         )
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno:
         return f"{cache} cannot be written: {reason(error)}; name another folder with --download-dir."
-    return f"{constants.ENDPOINT} does not answer as a model hub does ({why(error)}); check HF_ENDPOINT."
+    return f"{constants.ENDPOINT} does not answer as a model hub does ({_why(error)}); check HF_ENDPOINT."
 
 
 def _refusal(error: Exception, status: int, repo: str, revision: str | None) -> str:

@@ -27,7 +27,7 @@ from engine.hub.files import (
     split_tag,
     weight_files,
 )
-from engine.hub.transfer import Transfer, list_files, open_file
+from engine.hub.transfer import fetch_files, list_files, open_file
 from engine.runtime.weights.safetensors import shard_names
 from engine.system.regular_file import reason
 
@@ -92,7 +92,7 @@ class HubModel:
             return
         content, wanted, start_s = bytearray(), _HEAD_BYTES, time.monotonic()
         try:
-            with open_file(self.repo, self._listing.commit, first, 0, _HEADER_BYTES - 1) as response:
+            with open_file(self.repo, self._listing.commit, first, _HEADER_BYTES) as response:
                 for piece in response.iter_bytes():
                     content += piece
                     if len(content) >= wanted:
@@ -158,11 +158,11 @@ class HubModel:
     def _fetch(self, names: Sequence[str], report: ReportProgress | None) -> None:
         """Fetch the files that are not in the cache. Raises ModelLoadError."""
         self._require(names)
-        missing = {name: self._listing.files[name] for name in names if not (self._folder / name).exists()}
+        missing = [name for name in names if not (self._folder / name).exists()]
         if not missing:
             return
         try:
-            Transfer(self.repo, self._listing.commit, self._store, missing).run(report)
+            fetch_files(self.repo, self._listing, missing, self._store, report or (lambda _: None))
         except request_errors() as error:
             raise ModelLoadError(sentence(error, self.repo, self._store)) from None
 

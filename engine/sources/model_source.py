@@ -6,7 +6,6 @@ is checked before it is used. Reads no weights, and imports no torch.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
+from engine.files.file_digests import sha256_of
 from engine.files.formats import LOCAL, SUFFIXES, is_model
 from engine.files.gguf_header import stem
 from engine.hub.files import SMALL
@@ -126,18 +126,10 @@ def _embedded_model() -> Path:
         raise ModelLoadError(
             f"The embedded model {DEFAULT_NAME} is not installed; run `{DEFAULT_INSTALL}`, or name a model to serve."
         )
-    found = _sha256(path)
+    found = sha256_of(path)
     if found != DEFAULT_SHA256:
         raise ModelLoadError(
             f"The embedded model {path} is corrupt: its sha256 is {found}, not {DEFAULT_SHA256}; "
             f"run `{DEFAULT_INSTALL} --force-reinstall`."
         )
     return path
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

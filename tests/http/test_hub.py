@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shutil
 import struct
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -49,7 +49,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.setattr(transfer, "RETRY_S", 0)
         monkeypatch.setattr(transfer, "ANSWER_S", PATIENCE_S)
         open_model.cache_clear()
         yield served
@@ -67,20 +66,21 @@ def again(model: str = "org/model", **more: str) -> Path:
     return fetch(model, **more)
 
 
+def raising(error: Exception) -> Callable[..., None]:
+    """Return a call that fails."""
+
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
 def refused(model: str = "org/model", revision: str | None = None) -> str:
     open_model.cache_clear()
     with pytest.raises(ModelLoadError) as refusal:
         fetch(model, revision)
     assert "\n" not in str(refusal.value)
     return str(refusal.value)
-
-
-def partial_file() -> Path:
-    """What an earlier start left of WEIGHTS would be here."""
-    store = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--org--model"
-    path = store / "blobs" / f"{digest(WEIGHTS)}.incomplete"
-    path.parent.mkdir(parents=True)
-    return path
 
 
 def test_a_folder_is_fetched_without_what_it_does_not_need(hub: FakeHub) -> None:
@@ -125,125 +125,33 @@ def test_a_gguf_file_is_fetched_by_its_tag_and_a_split_one_whole(hub: FakeHub) -
     )
 
 
-def test_a_lost_connection_is_resumed(hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_connection_is_resumed(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     hub.repos["org/model"] = {"m.gguf": WEIGHTS}
-    hub.faults["m.gguf"] = [("cut", 100_000), ("cut", 50_000), 503, ("cut", 0)]
+    hub.faults["m.gguf"] = [("cut", 100_000)]
     told: list[Progress] = []
     assert fetch("org/model", report=told.append).read_bytes() == WEIGHTS
-    starts = [int(request.split()[1].rstrip("-")) for request in hub.requests if "gguf " in request]
-    assert starts == sorted(starts)
-    assert starts[-1] > 0
-    assert hub.requests[1] == "m.gguf"
+    assert hub.requests == ["listing", "m.gguf", "m.gguf 100000-"]
     assert told[-1].done == told[-1].total == len(WEIGHTS)
-    assert "the transfer of m.gguf was interrupted at" in caplog.text
+    assert "Trying to resume download" in caplog.text
 
 
-def test_the_next_start_resumes_what_one_left(hub: FakeHub) -> None:
-    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
-    hub.faults["m.gguf"] = [403]
-    partial = partial_file()
-    partial.write_bytes(WEIGHTS[:200_000])
-    assert "refuses 'org/model' (HTTP 403)" in refused()
-    assert partial.stat().st_size == 200_000
-    told: list[Progress] = []
-    open_model.cache_clear()
-    assert fetch("org/model", report=told.append).read_bytes() == WEIGHTS
-    assert hub.requests[-1] == "m.gguf 200000-"
-    assert "195.3 KiB of them here already" in told[0].detail
-    assert all(progress.done >= 200_000 for progress in told[1:])
-
-
-def test_a_connection_that_is_lost_again_and_again_is_one_sentence(hub: FakeHub) -> None:
-    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
-    hub.faults["m.gguf"] = [("cut", 0)] * 20
-    assert "cannot be reached" in refused()
-    assert len(hub.requests) == 1 + transfer.MAX_RETRIES + 1
-
-
-def test_a_server_without_ranges_sends_a_file_again(hub: FakeHub) -> None:
-    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
-    hub.faults["m.gguf"] = [503, "no range"]
-    partial = (
-        Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--org--model/blobs" / f"{digest(WEIGHTS)}.incomplete"
-    )
-    partial.parent.mkdir(parents=True)
-    partial.write_bytes(b"x" * 1000)
-    assert fetch("org/model").read_bytes() == WEIGHTS
-
-
-def test_what_is_longer_than_the_file_is_no_part_of_it(hub: FakeHub) -> None:
-    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
-    partial = (
-        Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--org--model/blobs" / f"{digest(WEIGHTS)}.incomplete"
-    )
-    partial.parent.mkdir(parents=True)
-    partial.write_bytes(WEIGHTS + b"x")
-    assert fetch("org/model").read_bytes() == WEIGHTS
-
-
-@pytest.mark.parametrize("size", [1000, len(WEIGHTS) + 1])
-def test_a_file_of_another_size_is_refused_and_not_kept(hub: FakeHub, size: int) -> None:
-    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
-    hub.faults["m.gguf"] = [("size", size)]
-    assert f"sends {size} bytes for m.gguf of 'org/model', which it lists with {len(WEIGHTS)}" in refused()
-    assert again().read_bytes() == WEIGHTS
-    assert hub.requests[-1] == "m.gguf"
-
-
-def partials() -> list[int]:
-    """The sizes of the files that are not complete."""
-    return [path.stat().st_size for path in Path(huggingface_hub.constants.HF_HUB_CACHE).rglob("*.incomplete")]
-
-
-def test_a_file_without_end_is_refused_where_it_should_end(hub: FakeHub) -> None:
-    """Its length is not stated, so nothing but the count of its bytes can refuse it."""
-    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
-    hub.faults["m.gguf"] = [("endless", 1 << 30)]
-    assert f"sends more than {len(WEIGHTS)} bytes for m.gguf of 'org/model'" in refused()
-    assert partials() == [0]
-    assert hub.num_endless < 1 << 28, "the rest was not taken"
-    assert again().read_bytes() == WEIGHTS
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-@pytest.mark.parametrize("lists_sizes", [True, False])
-def test_a_file_of_another_content_is_refused_and_not_kept(hub: FakeHub, name: str, lists_sizes: bool) -> None:
-    """Large files are named by SHA-256, others by git's digest."""
+def test_a_large_file_of_another_content_is_refused_and_not_kept(hub: FakeHub) -> None:
     hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
-    hub.lists_sizes = lists_sizes
-    content = hub.repos["org/model"][name]
-    hub.faults[name] = [("content", b"?" * len(content))]
+    hub.faults["model.safetensors"] = [("content", b"?" * len(WEIGHTS))]
     answer = refused()
     assert "sends a content of the digest " in answer
-    assert f" for {name} of 'org/model', which it lists with " in answer
-    assert "the file was deleted" in answer
-    assert 0 in partials()
-    assert (again() / name).read_bytes() == content
+    assert f" for model.safetensors of 'org/model', which it lists with {digest(WEIGHTS)}" in answer
+    assert (again() / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_what_an_earlier_start_left_is_part_of_the_digest(hub: FakeHub) -> None:
+def test_a_file_of_another_size_is_refused_and_not_kept(hub: FakeHub) -> None:
     hub.repos["org/model"] = {"m.gguf": WEIGHTS}
-    partial = partial_file()
-    partial.write_bytes(b"?" + WEIGHTS[1:200_000])
-    assert "sends a content of the digest" in refused()
-    assert partials() == [0]
+    hub.faults["m.gguf"] = [("size", 1000)]
+    assert f"file should be of size {len(WEIGHTS)} but has size 1000" in refused()
     assert again().read_bytes() == WEIGHTS
-    shutil.rmtree(huggingface_hub.constants.HF_HUB_CACHE)
-    partial_file().write_bytes(WEIGHTS[:-1] + b"?")  # as long as it should be
-    assert "sends a content of the digest" in refused()
-
-
-@pytest.mark.parametrize("size", [-1, "12", 1.5])
-def test_a_size_that_is_none_is_refused(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, size: object) -> None:
-    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
-    hub.sizes = {"m.gguf": size}
-    assert "does not answer as a model hub does" in refused()
-
-
-def test_a_mirror_that_lists_no_sizes_is_asked_for_them(hub: FakeHub) -> None:
-    hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
-    hub.lists_sizes = False
-    assert (fetch("org/model") / "model.safetensors").read_bytes() == WEIGHTS
 
 
 @pytest.mark.parametrize(
@@ -266,22 +174,12 @@ def test_a_hub_that_fails_is_one_sentence_after_one_request(hub: FakeHub, fault:
 def test_a_hub_that_hangs_is_given_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert transfer.ANSWER_S == PATIENCE_S
     monkeypatch.undo()
-    assert transfer.ANSWER_S + transfer.GRACE_S <= 4.5  # with a second for Python's own start: 5 s until the sentence
+    assert transfer.ANSWER_S <= 4  # with a second for Python's own start: 5 s until the sentence
     point_to(monkeypatch, hub.url)
     monkeypatch.setattr(transfer, "ANSWER_S", 0.05)
     hub.faults["listing"] = ["hang"] * 3
     assert "cannot be reached (timed out), so 'org/model' cannot be fetched; check the network" in refused()
     assert hub.requests == ["listing"]
-
-
-def test_an_address_that_is_searched_for_forever_is_given_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's resolver has no time limit that a library could set."""
-    never = threading.Event()
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: never.wait(PATIENCE_S))
-    monkeypatch.setattr(transfer, "ANSWER_S", 0.05)
-    monkeypatch.setattr(transfer, "GRACE_S", 0.05)
-    assert "cannot be reached (no answer)" in refused()
-    never.set()
 
 
 def test_a_hub_that_is_away(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,11 +244,7 @@ def test_a_full_disk_is_said_before_and_while_it_fills(hub: FakeHub, monkeypatch
         assert "'org/model' needs 300.0 KiB more in" in refused()
         assert "where 1000 B are free; free some space, or name another folder with --download-dir" in refused()
     assert "m.gguf" not in hub.requests
-    partial = (
-        Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--org--model/blobs" / f"{digest(WEIGHTS)}.incomplete"
-    )
-    partial.parent.mkdir(parents=True)
-    partial.symlink_to("/dev/full")
+    monkeypatch.setattr(transfer, "hf_hub_download", raising(OSError(errno.ENOSPC, "No space left on device")))
     assert "cache is full; free some space, or name another folder with --download-dir" in refused()
 
 
@@ -362,22 +256,10 @@ def test_the_folder_for_models_is_a_setting(hub: FakeHub, tmp_path: Path) -> Non
         again(download_dir=str(tmp_path / "file"))
 
 
-def test_two_programs_fetch_a_file_once(hub: FakeHub) -> None:
-    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
-    paths: list[Path] = []
-    threads = [threading.Thread(target=lambda: paths.append(again())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert [path.read_bytes() == WEIGHTS for path in paths] == [True] * 3
-    assert hub.requests.count("m.gguf") == 1
-
-
-@pytest.mark.parametrize("name", ["../../x.safetensors", "/etc/x.safetensors", "a//b.gguf", "a\0.gguf"])
+@pytest.mark.parametrize("name", ["../../x.gguf", "/etc/x.gguf"])
 def test_a_hub_cannot_name_files_outside_of_the_cache(hub: FakeHub, name: str) -> None:
     hub.repos["org/model"] = {**SMALL, name: WEIGHTS}
-    assert "does not answer as a model hub does (it lists the file" in refused()
+    assert "does not answer as a model hub does (Invalid filename" in refused()
 
 
 def test_an_unservable_model_is_refused_by_its_config_alone(hub: FakeHub) -> None:

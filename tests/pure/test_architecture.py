@@ -166,6 +166,7 @@ def test_every_module_says_what_it_is() -> None:
 # user: it is read through engine/system/regular_file.py, which neither blocks on a FIFO nor reads a device without end.
 OPENERS = {
     "engine.system.regular_file",
+    "engine.files.file_digests",  # of the hub's cache, or checked
     "engine.files.gguf_header",  # checked, then mapped
     "engine.system.host_limits",  # /proc and /sys
     "engine.runtime.mapped_file",
@@ -177,7 +178,6 @@ OPENERS = {
     "server.batches.lines",
     "engine.system.child_process",  # pipes and /dev/null
     "engine.settings.foreign",  # its table
-    "engine.sources.model_source",  # the installed model, by its digest
     "server.operations.page",
     "server.telemetry.metrics",  # its table
     "engine.text.grammars.trial_process",  # /proc
