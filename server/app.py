@@ -26,6 +26,7 @@ from engine.text.chat.limits import ModelLimits
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer
 from server.answers.client import EngineClient
+from server.answers.content_guard import ContentGuard, Judge
 from server.answers.handoff import Receiver, Sender
 from server.answers.model import ServedModel
 from server.answers.models import LoadedModel, ModelParts, Models
@@ -64,6 +65,7 @@ ENDPOINTS = [
     "server.anthropic.messages",
     "server.openai.prompt_only",
     "server.openai.scores",
+    "server.openai.moderations",
     "server.openai.batches",
     "server.openai.models",
     "server.operations.adapters",
@@ -101,6 +103,9 @@ def make_app(served: Sequence[tuple[AppConfig, LoadedModel]]) -> FastAPI:
     parts = _parts(config)
     for each in served:
         parts["models"].loaded.append(_model_parts(*each, parts))
+    for each in parts["models"].loaded:
+        if each.responder.guard is not None:
+            each.responder.guard.check()
     tenancy: Tenancy = parts["tenancy"]
     page = load_files() if config.page else {}
     open_paths = {*PROBE_PATHS, *page, *(() if config.protect_metrics else MONITORING_PATHS)}
@@ -164,8 +169,9 @@ def _model_parts(config: AppConfig, loaded: LoadedModel, shared: Mapping[str, An
     model = ServedModel(engine, preprocessor, config, _reader(images, config))
     prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, model, engine)
     live = LiveView(engine)
+    client = EngineClient(engine)
     responder = Responder(
-        client=EngineClient(engine),
+        client=client,
         tokenizer=tokenizer,
         live=live,
         emit=emit,
@@ -177,18 +183,28 @@ def _model_parts(config: AppConfig, loaded: LoadedModel, shared: Mapping[str, An
         receiver=Receiver(engine, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
         if config.role == "decode"
         else None,
+        guard=_guard(config, shared["models"]),
     )
     parts = ModelParts(
         config=config,
         engine=engine,
-        client=responder.client,
+        client=client,
         model=model,
         responder=responder,
         live=live,
         prefixes=prefixes,
+        judge=Judge.of(model, client, is_strict=config.guard_strict),
     )
     shared["metrics"].add_model(parts.name, engine, None if history is None else history.counts)
     return parts
+
+
+def _guard(config: AppConfig, models: Models) -> ContentGuard | None:
+    """Return what judges a model's prompts and answers; None for the guard itself."""
+    name = config.guard
+    if name is None or name in config.served_model_names:
+        return None
+    return ContentGuard(name, config.guard_every, lambda: models.find(name).judge)
 
 
 def _reader(images: ImagePreprocessor | None, config: AppConfig) -> ImageReader | None:

@@ -153,6 +153,9 @@ def prepare_all(settings: Settings) -> list[_Plan]:
     ]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"Two models have the name {twice!r}; give one another served-model-name.")
+    for plan in plans:
+        if plan.app.guard not in (None, *names):
+            raise ConfigError(f"--guard is {plan.app.guard!r}, which is not served here; serve it beside this model.")
     return plans
 
 

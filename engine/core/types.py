@@ -19,6 +19,7 @@ class FinishReason(str, Enum):
 
     STOP = "stop"  # an end-of-sequence or stop token was sampled (the server adds: a stop string was found)
     LENGTH = "length"  # max_tokens were generated
+    CONTENT_FILTER = "content_filter"  # a guard found the text unsafe
     ABORT = "abort"  # the client left, or the daemon shut down
     ERROR = "error"  # this request alone failed; the event says why
     DROPPED = "dropped"  # not computed, because it could not be in time; the event says why
@@ -29,6 +30,7 @@ class AbortCause(str, Enum):
 
     DISCONNECT = "disconnect"
     STOP_STRING = "stop_string"
+    CONTENT_FILTER = "content_filter"
     SHUTDOWN = "shutdown"
     ERROR = "error"
 

@@ -78,9 +78,9 @@ class Answer:
         for request_id, choice in sorted(self._alive):
             self.put(TokenEvent(request_id, choice, (), finish_reason=FinishReason.ERROR, error=value))
 
-    def stop(self, event: TokenEvent) -> None:
-        """End this event's choice, in which a stop string was found."""
-        self._client.engine.abort(event.request_id, AbortCause.STOP_STRING, event.choice)
+    def stop(self, request_id: str, choice: int, cause: AbortCause) -> None:
+        """End a choice, for what is in its text."""
+        self._client.engine.abort(request_id, cause, choice)
 
 
 class EngineClient:

@@ -133,7 +133,7 @@ class Generation:
                 self._num_open -= 1
                 if event.finish_reason is None:
                     self.timeline.stop(index)
-                    self._answer.stop(event)
+                    self._answer.stop(event.request_id, event.choice, AbortCause.STOP_STRING)
             heard[index] = None
         return list(heard)
 

@@ -11,6 +11,7 @@ from engine.core.types import Request
 from engine.handle import EngineHandle
 from engine.text.tokenizer import TextTokenizer
 from server.answers.client import EngineClient
+from server.answers.content_guard import Judge
 from server.answers.model import ServedModel
 from server.answers.respond import Responder
 from server.protocol.errors import ApiError
@@ -40,6 +41,7 @@ class ModelParts:
     responder: Responder
     live: LiveView
     prefixes: list[Request]  # to be computed when the engine starts
+    judge: Judge | None = None  # of a guard
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
 
     @property

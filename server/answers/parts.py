@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from engine.handle import EngineHandle
+from server.answers.content_guard import Judge
 from server.answers.model import ServedModel
 from server.answers.models import Models
 from server.answers.respond import Responder
@@ -39,6 +40,7 @@ InModel = Annotated[ServedModel, _of_model("model")]
 InResponder = Annotated[Responder, _of_model("responder")]
 InEngine = Annotated[EngineHandle, _of_model("engine")]
 InConfig = Annotated[AppConfig, _of_model("config")]
+InJudge = Annotated[Judge | None, _of_model("judge")]
 InLive = Annotated[LiveView, _of_model("live")]
 InAdapterTurn = Annotated[asyncio.Lock, _of_model("adapter_turn")]
 InMetrics = Annotated[Metrics, part("metrics")]

@@ -31,6 +31,7 @@ from engine.text.requests.chat_preprocessor import PreparedChat
 from engine.text.tokenizer import TextTokenizer
 from server.answers.body import EngineBody, KVTransferParams, SamplingBody
 from server.answers.client import Answer, EngineClient
+from server.answers.content_guard import ContentGuard, GuardedGeneration, Turns, talks
 from server.answers.formatter import ChunkMeta, ResponseFormatter
 from server.answers.generation import ChoiceDelta, Generation
 from server.answers.handoff import Receiver, Sender
@@ -76,6 +77,7 @@ class Responder:
     public_prefixes: PublicPrefixes
     sender: Sender | None = None  # of a prefill daemon
     receiver: Receiver | None = None  # of a decode daemon
+    guard: ContentGuard | None = None  # whose verdict texts wait for
 
     def requests(
         self,
@@ -125,18 +127,27 @@ class Responder:
         )
 
     def submit(
-        self, http: HttpRequest, requests: Sequence[Request], rules: TextRules, *, stream: bool = False
+        self,
+        http: HttpRequest,
+        requests: Sequence[Request],
+        rules: TextRules,
+        *,
+        stream: bool = False,
+        turns: Sequence[Turns] | None = None,
     ) -> tuple[Answer, Generation]:
-        """Submit requests and record them.
+        """Submit requests and record them; `turns` are what the guard takes prompts for.
 
         Raises what the tenant's limits or the engine refuse with.
         """
         state: RequestState = http.scope[STATE]
-        account, requests = state.account, self._admit(state, requests)
+        account, requests = state.account, self.admit(state, requests)
         answer = self.client.submit(requests)
         if account is not None:
             account.charge_prompts(requests)
-        generation = Generation(answer, requests, self.tokenizer, rules)
+        if turns is None or self.guard is None:
+            generation = Generation(answer, requests, self.tokenizer, rules)
+        else:
+            generation = GuardedGeneration(self.guard, turns, answer, requests, self.tokenizer, rules)
         adapter = requests[0].params.adapter
         if rules.turn is not None:
             rules.turn.begin(state.request_id[:TAG_CHARS])
@@ -157,7 +168,7 @@ class Responder:
         self.emit(RequestOpened(state.record))
         return answer, generation
 
-    def _admit(self, state: RequestState, requests: Sequence[Request]) -> Sequence[Request]:
+    def admit(self, state: RequestState, requests: Sequence[Request]) -> Sequence[Request]:
         """Return the requests on the caller's account, if it has one. Raises OverloadedError."""
         if state.is_background:
             requests = [replace(request, is_background=True) for request in requests]
@@ -180,7 +191,10 @@ class Responder:
         """
         if body.kv_transfer_params is not None or self.receiver is not None:
             requests = await self._hand_over(http, body, requests)
-        answer, generation = self.submit(http, requests, rules, stream=body.stream)
+        turns = None if self.guard is None else talks(body, requests, self.tokenizer)
+        answer, generation = self.submit(http, requests, rules, stream=body.stream, turns=turns)
+        if isinstance(generation, GuardedGeneration):
+            await unless_disconnected(http.receive, generation.read_prompts())
         if not body.stream:
             return await self._whole(http, body, answer, generation, make)
         status = partial(self.live.status, [request.request_id for request in requests])
@@ -222,7 +236,7 @@ class Responder:
         if self.receiver is not None:
             for request in requests:
                 check_request(request, self.client.engine.config)
-            fetching = self.receiver.fetch(self._admit(state_of(http.scope), requests), transfer)
+            fetching = self.receiver.fetch(self.admit(state_of(http.scope), requests), transfer)
             await unless_disconnected(http.receive, fetching)
         return requests
 

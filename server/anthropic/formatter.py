@@ -66,7 +66,7 @@ class AnthropicMessage(ResponseBody):
     role: str = Field(description="Who speaks.")
     model: str = Field(description="The model or adapter that answered.")
     content: list[ContentBlock] = Field(description="The text, or the parts.")
-    stop_reason: str | None = Field(description="end_turn, max_tokens, stop_sequence or tool_use.")
+    stop_reason: str | None = Field(description="end_turn, max_tokens, stop_sequence, tool_use or refusal.")
     stop_sequence: str | None = Field(description="The stop string that ended the answer.")
     usage: MessageUsage = Field(description="How many tokens were read and generated.")
 
@@ -141,6 +141,8 @@ class MessageFormatter(PieceWriter[MessageEvent]):
     def _add(self, delta: Delta) -> list[MessageEvent]:
         if delta.finish_reason is FinishReason.LENGTH:
             self._stop_reason = "max_tokens"
+        elif delta.finish_reason is FinishReason.CONTENT_FILTER:
+            self._stop_reason = "refusal"
         elif delta.finish_reason is not None and isinstance(delta.stop_reason, str):
             self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_reason
         elif delta.finish_reason is not None:

@@ -26,7 +26,7 @@ from server.answers.parts import InModel, InResponder
 from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
-from server.protocol.documents import ResponseBody, Usage
+from server.protocol.documents import Filtered, ResponseBody, Usage
 
 
 class ChatBody(SamplingBody, ChatFields):
@@ -100,9 +100,12 @@ class ChatChoice(ResponseBody):
     message: ChatMessage | None = Field(None, description="The answer, where it is not streamed.")
     delta: ChatMessage | None = Field(None, description="What a chunk of a stream adds to the message.")
     logprobs: ChatLogprobs | None = Field(None, description="Log probabilities of the tokens.")
-    finish_reason: str | None = Field(None, description="stop, length, tool_calls, or error.")
+    finish_reason: str | None = Field(None, description="stop, length, tool_calls, content_filter, or error.")
     stop_reason: int | str | None = Field(None, description="The stop string or token id that ended the answer.")
     token_ids: list[int] | None = Field(None, description="The answer's token ids, if return_token_ids asks for them.")
+    content_filter_results: dict[str, Filtered] | None = Field(
+        None, description="The guard's categories, if it ended the answer."
+    )
 
 
 class ChatCompletion(ResponseBody):
@@ -181,6 +184,8 @@ class ChatFormatter(ChunkFormatter):
             choice.stop_reason = delta.stop_reason
             if finish is FinishReason.STOP and delta.has_called:
                 choice.finish_reason = "tool_calls"
+            if delta.filtered is not None:
+                choice.content_filter_results = {name: Filtered(filtered=True) for name in delta.filtered}
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
         return choice

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request
@@ -26,7 +27,7 @@ from server.answers.parts import InModel, InResponder
 from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.logprobs import CompletionLogprobs, completion_logprobs
-from server.protocol.documents import ResponseBody, Usage
+from server.protocol.documents import Filtered, ResponseBody, Usage
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024  # of all prompts together
@@ -94,13 +95,16 @@ class CompletionChoice(ResponseBody):
     index: int = Field(description="Its place in the list.")
     text: str = Field(description="The text.")
     logprobs: CompletionLogprobs | None = Field(description="Log probabilities of the tokens.")
-    finish_reason: str | None = Field(description="stop, length, tool_calls, or error.")
+    finish_reason: str | None = Field(description="stop, length, content_filter, or error.")
     stop_reason: int | str | None = Field(description="The stop string or token id that ended the answer.")
     token_ids: list[int] | None = Field(None, description="The answer's token ids, if return_token_ids asks for them.")
     prompt_token_ids: list[int] | None = Field(
         None, description="The prompt's token ids, if return_token_ids asks for them."
     )
     prompt_logprobs: PromptLogprobs | None = Field(None, description="Log probabilities of the prompt's tokens.")
+    content_filter_results: dict[str, Filtered] | None = Field(
+        None, description="The guard's categories, if it ended the answer."
+    )
 
 
 class Completion(ResponseBody):
@@ -156,11 +160,15 @@ class CompletionFormatter(ChunkFormatter):
                 choice.prompt_token_ids = list(self._meta.prompts[index // self._body.n])
         if (logprobs := self._prompt_logprobs(delta)) is not None:
             choice.prompt_logprobs = logprobs
+        if delta.filtered is not None:
+            choice.content_filter_results = {name: Filtered(filtered=True) for name in delta.filtered}
         return choice
 
 
 def _mean_logprob(delta: Delta) -> float:
-    """Return the mean log probability of an answer's tokens, without an echo."""
+    """Return the mean log probability of an answer's tokens, without an echo; of one that a guard ended, the least."""
+    if delta.filtered is not None:
+        return -inf
     num_tokens = len(delta.token_ids)
     drawn = [entry.logprob for entry in delta.logprobs[len(delta.logprobs) - num_tokens :] if entry is not None]
     return sum(drawn) / max(num_tokens, 1)

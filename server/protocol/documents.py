@@ -19,6 +19,12 @@ class ResponseBody(BaseModel):
         return self.__pydantic_serializer__.to_json(self, exclude_unset=True)
 
 
+class Filtered(ResponseBody):
+    """A category of content, in Azure's shape."""
+
+    filtered: bool = Field(description="Whether a guard found it.")
+
+
 class PromptTokensDetails(ResponseBody):
     cached_tokens: int = Field(description="Tokens of the prompt whose K/V was found.")
     cached_tokens_host: int | None = Field(None, description="Those of them found in host memory.")

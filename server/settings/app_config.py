@@ -67,6 +67,14 @@ class AppConfig:
         'options of the model\'s image processor, such as {"max_pixels": 1003520}: fewer pixels are fewer tokens',
         unset="the checkpoint's own",
     )
+    guard: str | None = _model(
+        None,
+        "NAME",
+        "served model that judges prompts, and answers before they are shown: Llama Guard or Qwen3Guard-Gen",
+        unset="none",
+    )
+    guard_every: int = _model(64, "TOKENS", "an answer is judged after so many tokens each, and at its end", at_least=1)
+    guard_strict: bool = _model(False, "", "of a Qwen3Guard: what it calls controversial is unsafe, too")
     pooling: str = _model(
         "auto",
         "",

@@ -106,9 +106,9 @@ class Timeline:
         if timings is not None:
             choice.queue_s, choice.prefill_s, choice.decode_s = timings.queue_s, timings.prefill_s, timings.decode_s
 
-    def stop(self, index: int) -> None:
-        """Note that a stop string ended this choice."""
-        self.choices[index].finish_reason = FinishReason.STOP
+    def stop(self, index: int, reason: FinishReason = FinishReason.STOP) -> None:
+        """Note that a stop string ended this choice, or a guard."""
+        self.choices[index].finish_reason = reason
 
     def spans(self) -> Spans | None:
         """Return the times of all choices so far; None while all of them wait."""
@@ -282,7 +282,7 @@ class RequestRecord:
         fields["cached_tokens"] = num_cached
         fields["completion_tokens"] = usage.completion_tokens
         reasons = {reason.value for reason in finish_reasons if reason is not None}
-        has_failed = reasons - {FinishReason.STOP.value, FinishReason.LENGTH.value}
+        has_failed = reasons - {FinishReason.STOP.value, FinishReason.LENGTH.value, FinishReason.CONTENT_FILTER.value}
         if None in finish_reasons and status in _BEGUN_OR_LEFT and not has_failed:
             reasons.add(AbortCause.DISCONNECT.value)
         if reasons:  # a stream's status is 200 even if it fails or its client leaves

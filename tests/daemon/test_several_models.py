@@ -104,6 +104,7 @@ def test_the_daemon_says_what_it_has(daemon: Daemon) -> None:
         (("{llama}", "{wide}", "--served-model-name", "a"), "--models does not go with"),
         (("{llama}", "{wide}", "--record", "file"), "serve such a model alone"),
         (("{llama}", "/nowhere/at/all"), "/nowhere/at/all"),
+        (("{llama}", "{wide}", "--guard", "other"), "which is not served here"),
     ],
 )
 def test_what_cannot_be_is_refused(folders: dict[str, Path], words: tuple[str, ...], sentence: str) -> None:

@@ -152,7 +152,7 @@ def test_an_upload_may_end_in_a_slash_and_has_its_own_limit(serve: Serve, tmp_pa
     [
         ("/v1/audio/speech", "no audio"), ("/v1/audio/", "no audio"), ("/v1/audio/transcriptions", "no audio"), ("/v1/audio/translations", "no audio"),
         ("/v1/realtime", "no audio"), ("/v1/images/generations", "images"), ("/v1/images/edits", "images"), ("/v1/videos", "images"),
-        ("/v1/pooling", "/pooling"), ("/v1/pooling/", "/pooling"), ("/v1/moderations", "/v1/chat/completions"),
+        ("/v1/pooling", "/pooling"), ("/v1/pooling/", "/pooling"),
         ("/v1/assistants", "/v1/responses"), ("/v1/threads/t/messages", "/v1/responses"), ("/v1/fine_tuning/jobs", "--lora-modules"),
         ("/api/chat", "/v1"), ("/api/tags", "/v1"), ("/completion", "/v1/completions"), ("/v1/uploads", "/v1/files"),
         ("/v1/messages/batches", "/v1/batches"), ("/reset_prefix_cache", "cache_salt"), ("/sleep", "stop the daemon"), ("/ping", "/health"),

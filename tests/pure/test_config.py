@@ -312,7 +312,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--limit-mm-per-prompt", '{"image": 2}', "--mm-processor-kwargs", '{"max_pixels": 9}',
         "--allowed-media-domains", "a.b", "--allowed-local-media-path", "/tmp",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
-        "--tenants", "/etc/tenants.yaml", "--share-prefix-cache", "--pinned-prefixes", "/etc/prefixes.jsonl",
+        "--tenants", "/etc/tenants.yaml", "--share-prefix-cache", "--guard", "judge", "--guard-every", "7", "--guard-strict", "--pinned-prefixes", "/etc/prefixes.jsonl",
         "--history-cache", "9",
         "--kv-transfer-config",
         ('{"role": "decode", "prefill_url": "http://a:1", "timeout_s": 9, "folder": "/dev/shm/x", "gib": 1, '
@@ -349,6 +349,9 @@ def test_every_application_setting_reaches_the_application() -> None:
         data_dir=Path("/var/quire"),
         tenants=Path("/etc/tenants.yaml"),
         share_prefix_cache=True,
+        guard="judge",
+        guard_every=7,
+        guard_strict=True,
         pinned_prefixes=Path("/etc/prefixes.jsonl"),
         history_cache=9,
         max_file_bytes=2 << 20,

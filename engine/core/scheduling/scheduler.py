@@ -30,6 +30,8 @@ from engine.core.stats import FailureCause, Snapshot, Stats
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 
+_ENDS = {AbortCause.STOP_STRING: FinishReason.STOP, AbortCause.CONTENT_FILTER: FinishReason.CONTENT_FILTER}
+
 
 class Scheduler:
     """`add` and `abort` at any time; `plan` and `commit` in turns, commits in the order of their plans."""
@@ -106,7 +108,7 @@ class Scheduler:
 
     def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
         """End a request, or one of its forked choices; others are ignored."""
-        reason = FinishReason.STOP if cause is AbortCause.STOP_STRING else FinishReason.ABORT
+        reason = _ENDS.get(cause, FinishReason.ABORT)
         events: list[TokenEvent] = []
         for seq in list(self._queue.requests.get(request_id, ())):
             if choice is None or (seq.is_forked and seq.choice == choice):

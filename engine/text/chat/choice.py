@@ -60,6 +60,7 @@ class Delta:
     stop_reason: int | str | None = None
     prompt: PromptInfo | None = None
     has_called: bool = False  # of the last delta: True if there was any call
+    filtered: Sequence[str] | None = None  # of the last delta, if a guard ended the choice: the categories
 
     @property
     def is_silent(self) -> bool:
@@ -147,6 +148,17 @@ class Choice:
     def drop(self) -> None:
         """End without an answer, instead of raising the error of a dropped request."""
         self._finish(FinishReason.DROPPED, None)
+
+    def block(self, categories: Sequence[str]) -> None:
+        """End the choice without what was not taken, which a guard found unsafe."""
+        prompt, before, reason = self._delta.prompt, self._delta.num_calls_before, FinishReason.CONTENT_FILTER
+        self._delta = Delta(prompt=prompt, num_calls_before=before, finish_reason=reason, filtered=categories)
+        self.is_done = True
+
+    @property
+    def pending(self) -> Delta:
+        """Return what the next `take` returns, so far."""
+        return self._delta
 
     @property
     def is_silent(self) -> bool:

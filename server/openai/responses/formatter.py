@@ -28,6 +28,8 @@ from server.protocol.documents import Usage
 from server.protocol.errors import ApiError
 from server.telemetry.events import AnswerMetrics
 
+_CUT = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
+
 
 class ResponsesFormatter(PieceWriter[ResponseEvent]):
     """Formats /v1/responses; `keep` is called with the document of a success and the ids of its items."""
@@ -110,8 +112,11 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
     def _conclude(self, usage: Usage) -> ResponseDocument:
         """Return the whole answer, after keeping it."""
         fields: dict[str, Any] = {"output": self._items, "usage": ResponseUsage.of(usage)}
-        if self._finish_reason is FinishReason.LENGTH:
-            fields |= {"status": "incomplete", "incomplete_details": IncompleteDetails(reason="max_output_tokens")}
+        if self._finish_reason in _CUT:
+            fields |= {
+                "status": "incomplete",
+                "incomplete_details": IncompleteDetails(reason=_CUT[self._finish_reason]),
+            }
         else:
             fields |= {"status": "completed", "completed_at": int(time.time())}
         document = self._begun.model_copy(update=fields)
@@ -166,7 +171,7 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
 
     def _close(self, text: str) -> list[ResponseEvent]:
         item = self._items[-1]
-        item.status = "incomplete" if self._finish_reason is FinishReason.LENGTH else "completed"
+        item.status = "incomplete" if self._finish_reason in _CUT else "completed"
         if item.type == "function_call":
             item.arguments = text
             events = [self._item_event("function_call_arguments.done", arguments=text)]

@@ -1,0 +1,79 @@
+"""POST /v1/moderations: what a guard says of texts, in OpenAI's shape with the guard's own categories."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from engine.core.errors import InvalidRequestError
+from engine.core.types import SamplingParams
+from server.answers.body import EngineBody
+from server.answers.content_guard import ContentGuard, Verdict
+from server.answers.parts import InJudge, InModel, InResponder
+from server.answers.respond import answer_id
+from server.http.bodies import json_body
+from server.http.middleware import state_of
+from server.http.openapi import answers
+from server.http.threads import unless_disconnected
+from server.openai.prompt_only import check_num_inputs
+from server.openai.scores import Texts
+from server.protocol.documents import ResponseBody
+
+router = APIRouter()
+
+
+class ModerationBody(EngineBody):
+    """The request."""
+
+    input: Texts = Field(description="A text or a list of texts, each as a user's.")
+
+
+class Moderated(ResponseBody):
+    flagged: bool = Field(description="Whether the text is unsafe.")
+    categories: dict[str, bool] = Field(description="The guard's categories that it found.")
+    category_scores: dict[str, float] = Field(description="The same with 1: a guard tells no degrees.")
+
+
+class Moderations(ResponseBody):
+    """The answer, one result a text, in order."""
+
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    model: str = Field(description="The model or adapter that answered.")
+    results: list[Moderated] = Field(description="The items.")
+
+
+@router.post("/v1/moderations", responses=answers(Moderations))
+async def create_moderation(
+    http: Request,
+    body: Annotated[ModerationBody, Depends(json_body(ModerationBody, spends=True))],
+    model: InModel,
+    responder: InResponder,
+    judge: InJudge,
+) -> Response:
+    """Judge texts, by the guard that is named or the guard of the model."""
+    guard = responder.guard if judge is None else ContentGuard(model.find(body.model).name, 1, lambda: judge)
+    if guard is None:
+        raise InvalidRequestError("This model is no guard and has none; name a guard.", param="model")
+    check_num_inputs(len(body.input), "input")
+    [like] = responder.admit(
+        state_of(http.scope), responder.requests(body, None, [[0]], [SamplingParams(max_tokens=1)])
+    )
+
+    async def judge_all() -> list[Verdict]:
+        return await asyncio.gather(*(guard.judge([("user", text)], like) for text in body.input))
+
+    verdicts = await unless_disconnected(http.receive, judge_all())
+    results = [
+        Moderated(
+            flagged=verdict.is_unsafe,
+            categories=dict.fromkeys(verdict.categories, True),
+            category_scores=dict.fromkeys(verdict.categories, 1.0),
+        )
+        for verdict in verdicts
+    ]
+    made = Moderations(id="modr-" + answer_id([like]), model=guard.name, results=results)
+    return Response(made.json_bytes(), media_type="application/json")
