@@ -10,7 +10,7 @@ from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.host_tier import HostTier
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.pins import Pins
-from engine.core.kv.prefix_cache import BlockIndex, PrefixCache
+from engine.core.kv.prefix_cache import BlockIndex
 from engine.core.kv.tiers import Tiers
 from engine.core.page_table import NO_BLOCK
 from engine.core.queues.fair import FairQueue
@@ -103,25 +103,13 @@ def check_index(index: BlockIndex, holders: Holders | None = None, others: Seque
     for block in range(pool.num_blocks):
         owners = [each for each in indexes if _is_owner(each, block)]
         assert len(owners) == findable[block], f"{len(owners)} indexes find block {block}"
-    if isinstance(index, PrefixCache):
-        _check_runs(index)
 
 
 def _is_owner(index: BlockIndex, block: int) -> bool:
     """Return whether a block can be found in an index; its name leads to it."""
     name = index._name_of.get(block)
     assert name is None or index._block_of.get(name) == block, f"block {block} is not where its content is"
-    return (name is not None) != (isinstance(index, PrefixCache) and block in index._run_of)
-
-
-def _check_runs(cache: PrefixCache) -> None:
-    """Every block without a name is in the run that it names."""
-    for name, run in cache._unnamed.items():
-        assert run.blocks, "a run of blocks is empty"
-        assert run.name == name, "a run of blocks is not where its content is"
-        for block in run.blocks:
-            assert cache._run_of.get(block) is run, f"block {block} is in a run that it does not know"
-    assert sum(len(run.blocks) for run in cache._unnamed.values()) == len(cache._run_of), "a block is in no run"
+    return name is not None
 
 
 def check_pool(pool: BlockPool, holders: Holders) -> None:

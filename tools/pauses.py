@@ -61,7 +61,7 @@ def _fill(scheduler: Scheduler, num_blocks: int) -> list[int]:
     for _ in range(num_blocks // _RUN):
         tokens = draw.choices(range(1000), k=_RUN * _SIZE)
         blocks = cache.pool.alloc_many(_RUN)
-        cache.leave([chain_root("")], tokens, blocks, 0, _RUN)
+        cache.register([chain_root("")], tokens, blocks, 0, _RUN)
         cache.pool.free(*reversed(blocks))
     return tokens
 

@@ -106,11 +106,10 @@ def test_owners_and_salts_make_roots_of_their_own() -> None:
 
 
 def test_what_leaves_before_it_is_shown_keeps_its_names() -> None:
-    """If they were named later, they would be named after the public root."""
     cache, tokens = PrefixCache(8, block_size=4), [*PUBLIC[:12], 1, 2, 3, 4]
     chain = first_names(chain_root("", b"", "a"), chain_root(""), tokens, 3, 4)
     blocks = cache.pool.alloc_many(4)
-    cache.leave(chain, tokens, blocks, 0, 4)
+    cache.register(chain, tokens, blocks, 0, 4)
     cache.pool.free(*reversed(blocks))
     assert cache.match([chain_root("")], tokens, 16) == blocks[:2]
     assert cache.match(chain[:4], tokens, 16) == blocks

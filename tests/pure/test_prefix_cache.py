@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -81,22 +80,10 @@ def left(cache: PrefixCache, tokens: list[int], num_prompt: int = 0) -> list[int
         cache.pool.fork(block)
     blocks = found + cache.pool.alloc_many(len(tokens) // size - len(found))
     cache.register(chain, tokens, blocks, len(found), num_prompt // size)
-    first = max(len(found), num_prompt // size)
-    if len(blocks) > first:
-        cache.leave(chain, tokens, blocks, first, len(blocks))
+    cache.register(chain, tokens, blocks, max(len(found), num_prompt // size), len(blocks))
     cache.pool.free(*reversed(blocks))
     check_index(cache)
     return blocks
-
-
-def test_what_a_sequence_leaves_is_named_when_somebody_asks_for_it() -> None:
-    cache = PrefixCache(8, block_size=2)
-    blocks = left(cache, TOKENS, 4)
-    chain = [chain_root("")]
-    assert cache.match(chain, TOKENS, 4) == blocks[:2]
-    assert blocks[2] in cache._run_of
-    assert cache.match(chain, TOKENS, 10) == blocks
-    check_index(cache)
 
 
 def test_of_two_that_leave_the_same_one_stays() -> None:
@@ -117,7 +104,7 @@ def test_of_what_was_left_tails_go_first_and_the_rest_can_be_found() -> None:
     check_index(cache)
 
 
-def test_blocks_that_another_still_holds_are_named_when_it_shows_them_too() -> None:
+def test_blocks_that_two_show_are_found_for_both() -> None:
     cache, chain = PrefixCache(8, block_size=2), [chain_root("")]
     blocks = cache.pool.alloc_many(4)
     for block in blocks:
@@ -125,7 +112,7 @@ def test_blocks_that_another_still_holds_are_named_when_it_shows_them_too() -> N
     for tail in (8, 9):  # two choices that had three blocks in common, and the second of which goes on
         own = cache.pool.alloc()
         tokens = [*TOKENS[:8], tail, tail]
-        cache.leave(list(chain), tokens, [*blocks, own], 0, 5)
+        cache.register(list(chain), tokens, [*blocks, own], 0, 5)
         check_index(cache)
         cache.pool.free(own, *reversed(blocks))
     assert cache.match([chain_root("")], [*TOKENS[:8], 9, 9], 10)[:4] == blocks
@@ -133,42 +120,18 @@ def test_blocks_that_another_still_holds_are_named_when_it_shows_them_too() -> N
     check_index(cache)
 
 
-def test_a_request_names_the_blocks_of_one_sequence_however_many_have_left() -> None:
-    """Else the first longer request after thousands of short ones would wait for all their names."""
-    cache = PrefixCache(100, block_size=2)
-    for first in range(20):
-        left(cache, [first, *TOKENS[1:]])
-    assert len(cache._run_of) == 100
-    assert len(cache.match([chain_root("")], [7, *TOKENS[1:]], 10)) == 5
-    assert len(cache._run_of) == 95
-    check_index(cache)
-
-
-def test_of_sequences_that_begin_alike_one_at_most_has_no_names() -> None:
-    cache = PrefixCache(100, block_size=2)
-    for last in range(10):
-        left(cache, [*TOKENS[:8], last, last])
-    assert not cache._run_of
-    assert cache.pool.num_cached == 14, "four blocks that all share, and one of each"
-    check_index(cache)
-
-
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (lambda cache, run: cache._run_of.pop(run.blocks[1]), "0 indexes find block 1"),
-        (lambda cache, run: run.blocks.append(7), "block 7 is in a run that it does not know"),
-        (lambda cache, run: run.blocks.clear(), "a run of blocks is empty"),
-        (lambda cache, run: cache._unnamed.clear(), "a block is in no run"),
-        (lambda cache, run: cache._unnamed.update({b"x": cache._unnamed.pop(run.name)}), "not where its content is"),
-        (lambda cache, run: cache.pool._indexed.__setitem__(9, 1), "0 indexes find block 9"),
-        (lambda cache, run: cache._block_of.update({b"x": 9}), "a content is nowhere"),
+        (lambda cache: cache._name_of.update({1: b"x"}), "block 1 is not where its content is"),
+        (lambda cache: cache.pool._indexed.__setitem__(9, 1), "0 indexes find block 9"),
+        (lambda cache: cache._block_of.update({b"x": 9}), "a content is nowhere"),
     ],
 )
-def test_a_check_finds_what_is_out_of_place(damage: Callable[[PrefixCache, Any], object], why: str) -> None:
+def test_a_check_finds_what_is_out_of_place(damage: Callable[[PrefixCache], object], why: str) -> None:
     cache = PrefixCache(12, block_size=2)
     left(cache, TOKENS)
-    damage(cache, next(iter(cache._unnamed.values())))
+    damage(cache)
     with pytest.raises(AssertionError, match=why):
         check_index(cache)
 

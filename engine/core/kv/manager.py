@@ -440,7 +440,7 @@ class KVCacheManager:
             for group in self._others:
                 group.publish(seq, num_known)
             if full > seq.kv.num_published:
-                self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
+                self._cache.register(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
 
     def exclude_from_cache(self, seq: Sequence) -> None:
         """Publish nothing more of a sequence: its last blocks may be incomplete or wrong."""

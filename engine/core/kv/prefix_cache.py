@@ -3,8 +3,7 @@
 A full block is named by a chain of digests: digest(parent, its tokens), where the root of a chain is the request's
 owner, salt and adapter. Two blocks share a name only if all tokens before them agree too, so a hit needs no further
 comparison. The digest is cryptographic (BLAKE2b-256), because a collision would show one user's context to another. It
-depends on content alone, because names outlive the process when blocks move to slower tiers. Naming a block costs 2 us,
-and few requests continue an answer, so an answer's blocks are named when a request looks for them. Engine thread.
+depends on content alone, because names outlive the process when blocks move to slower tiers. Engine thread.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from hashlib import blake2b
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from engine.core.config import SchedulerConfig
 from engine.core.kv.block_pool import BlockPool
@@ -166,19 +165,10 @@ class Listener(Protocol):
     def leaves(self, name: bytes, block: int) -> None: ...  # the block keeps its content until the next plan
 
 
-class _Run(NamedTuple):
-    """Findable blocks without names."""
-
-    name: bytes  # of the first of them
-    parent: bytes  # the name before them
-    tokens: Sequence[int]
-    blocks: list[int]  # none of them was found, so the last ones are evicted first
-
-
 class PrefixCache(BlockIndex):
-    """An index over the pool's blocks, which names those of ended sequences on demand."""
+    """An index over the pool's blocks, by the tokens that lead to them."""
 
-    __slots__ = ("_listener", "_run_of", "_unnamed", "block_size", "dependents")
+    __slots__ = ("_listener", "block_size", "dependents")
 
     def __init__(
         self,
@@ -193,8 +183,6 @@ class PrefixCache(BlockIndex):
         self._listener = listener
         self.block_size = block_size
         self.dependents: Sequence[BlockIndex] = ()
-        self._unnamed: dict[bytes, _Run] = {}  # by the name of their first block
-        self._run_of: dict[int, _Run] = {}  # by block
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add a holder to blocks of a sequence."""
@@ -218,8 +206,6 @@ class PrefixCache(BlockIndex):
         blocks: list[int] = []
         for index in range(max_tokens // size):
             name = name_block(chain, tokens, index, size)
-            if name in self._unnamed:
-                self._name(name)
             block = self._block_of.get(name)
             if block is None:
                 break
@@ -228,13 +214,8 @@ class PrefixCache(BlockIndex):
 
     def register(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
         """Make the full, computed blocks first .. stop - 1 of a sequence findable."""
-        for block in blocks[first:stop]:
-            if block in self._run_of:  # it had several holders, one of which has left
-                self._name(self._run_of[block].name)
         for index in range(first, stop):
             name, block = name_block(chain, tokens, index, self.block_size), blocks[index]
-            if name in self._unnamed:
-                self._name(name)
             # Two sequences may have computed the same block concurrently; the first one stays findable.
             if name not in self._block_of and block not in self._name_of:
                 self.put(name, block)
@@ -243,63 +224,7 @@ class PrefixCache(BlockIndex):
                 if self.holdings is not None:
                     self.holdings.compute(chain, tokens, index, self.block_size)
 
-    def leave(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
-        """As `register`, for a sequence that releases all its blocks; they are named on demand.
-
-        Of the sequences that continue equal tokens differently, only the first is left without names: the next request
-        that names them would have to wait for all.
-        """
-        left = list(blocks[first:stop])
-        own = tokens[first * self.block_size : stop * self.block_size]
-        is_held = not (self._run_of.keys().isdisjoint(left) and self._name_of.keys().isdisjoint(left))
-        # Existing names are kept: they may differ from those that would be made (see `first_names`).
-        is_named = len(chain) > first + 1 or isinstance(chain, Chain)
-        is_watched = self._listener is not None or self.holdings is not None
-        name = chain_next(chain[first], own[: self.block_size])
-        if is_held or is_named or is_watched or name in self._block_of:
-            self.register(chain, tokens, blocks, first, stop)
-            return
-        if name in self._unnamed:
-            if not _begins_with(self._unnamed[name], own, self.block_size):  # else another sequence has left the same
-                self.register(chain, tokens, blocks, first, stop)
-            return
-        run = self._unnamed[name] = _Run(name, chain[first], own, left)
-        self._run_of |= dict.fromkeys(left, run)
-        for block in left:
-            self.pool.index(block)
-
-    @property
-    def num_findable(self) -> int:
-        """As an index's, with the blocks without names."""
-        return super().num_findable + len(self._run_of)
-
-    def _name(self, name: bytes) -> None:
-        """Name the blocks of the run that begins with this content; duplicates become unfindable."""
-        run = self._unnamed.pop(name)
-        for block in run.blocks:
-            del self._run_of[block]
-        self.register([run.parent], run.tokens, run.blocks, 0, len(run.blocks))
-        for block in run.blocks:
-            if block not in self._name_of:
-                self.pool.forget(block)
-
-    def _cut(self, block: int) -> None:
-        """Remove a block of a run; the blocks after it cannot be found either."""
-        run = self._run_of[block]
-        at = -1 if run.blocks[-1] == block else run.blocks.index(block)
-        gone = run.blocks[at:]
-        del run.blocks[at:]
-        for each in gone:
-            del self._run_of[each]
-        for each in gone[1:]:
-            self.pool.forget(each)
-        if not run.blocks:
-            del self._unnamed[run.name]
-
     def _evicted(self, block: int) -> None:
-        if block in self._run_of:
-            self._cut(block)
-            return
         name = self._name_of.get(block)
         if name is not None:
             if self._listener is not None:
@@ -307,12 +232,6 @@ class PrefixCache(BlockIndex):
             for dependent in self.dependents:
                 dependent.drop(name)
         super()._evicted(block)
-
-
-def _begins_with(run: _Run, tokens: Sequence[int], block_size: int) -> bool:
-    """Return whether the blocks of a run hold these tokens, and perhaps more."""
-    is_long = len(run.blocks) * block_size >= len(tokens)
-    return is_long and run.tokens[: len(tokens)] == tokens
 
 
 class Unkept(PrefixCache):
@@ -340,6 +259,3 @@ class Unkept(PrefixCache):
         """Name blocks."""
         for index in range(max(first, len(chain) - 1), stop):
             name_block(chain, tokens, index, self.block_size)
-
-    def leave(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
-        """Do nothing."""
