@@ -16,7 +16,7 @@ from engine.files.hf_config import HFConfig
 from engine.system.regular_file import read_json, read_object
 
 MODULES = "modules.json"
-CLASSIFIER = "ForSequenceClassification"
+_CLASSIFIER, _STEPS, _REWARD = "ForSequenceClassification", "ForProcessRewardModel", "RewardModel"
 _MAX_BYTES = 1 << 20
 _POOLINGS = {"cls": Pooling.CLS, "mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
 _ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu", "Sigmoid": "sigmoid"}
@@ -50,6 +50,7 @@ class VectorSettings:
     pair_activation: str = ""  # of the score of a pair of texts
     label_tokens: tuple[str, ...] = ()  # whose rows of an LM head are a classifier
     is_difference: bool = False  # there are two, and the score is how much likelier the second is
+    is_reward: bool = False  # the head is a reward model's
     is_qwen3_reranker: bool = False  # pairs are written into Qwen3-Reranker's template
 
     @property
@@ -71,8 +72,12 @@ class VectorSettings:
 
 def is_classifier(values: Mapping[str, Any]) -> bool:
     """Return whether a config names a class that scores labels."""
+    return _is_named(values, _CLASSIFIER, _REWARD)
+
+
+def _is_named(values: Mapping[str, Any], *endings: str) -> bool:
     names = values.get("architectures")
-    return isinstance(names, (list, tuple)) and any(str(name).endswith(CLASSIFIER) for name in names)
+    return isinstance(names, (list, tuple)) and any(str(name).endswith(endings) for name in names)
 
 
 def read_vectors(config: HFConfig, path: Path, *, is_encoder: bool) -> VectorSettings:
@@ -124,7 +129,10 @@ def _classifier(config: HFConfig, *, is_encoder: bool) -> VectorSettings:
     if is_difference and len(tokens) != 2:
         raise config.error("classifier_from_token", "two tokens, of which the second means yes")
     labels = labels[1:] if is_difference else labels
-    usual = "sigmoid" if len(labels) == 1 else "softmax"
+    is_reward = _is_named(config.values, _REWARD)
+    if is_reward:  # of a whole answer, or whether a step is right, whatever the file says
+        labels = [f"LABEL_{index}" for index in range(2 if _is_named(config.values, _STEPS) else 1)]
+    usual = ("" if is_reward else "sigmoid") if len(labels) == 1 else "softmax"
     kind = config.text("problem_type", "")
     chosen = {"regression": "", "multi_label_classification": "sigmoid"}.get(kind, usual)
     given = config.section("sentence_transformers").text(
@@ -136,7 +144,7 @@ def _classifier(config: HFConfig, *, is_encoder: bool) -> VectorSettings:
         pooling = Pooling.CLS if config.text("classifier_pooling") in ("cls", "bos") else Pooling.MEAN
     return VectorSettings(
         pooling=pooling, normalizes=False, labels=tuple(labels), activation=chosen, pair_activation=pair,
-        label_tokens=tokens, is_difference=is_difference, is_qwen3_reranker=is_reranker,
+        label_tokens=tokens, is_difference=is_difference, is_reward=is_reward, is_qwen3_reranker=is_reranker,
     )  # fmt: skip
 
 

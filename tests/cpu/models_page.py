@@ -82,7 +82,8 @@ _NUMBERS = """
 ## Models that answer with numbers
 
 Encoders attend both ways, and so do EuroBERT and EmbeddingGemma among the decoders. Each text is computed in one step. A test compares the vectors and
-the label scores of each with transformers to 1e-5. Any decoder above makes vectors; one whose class ends in `ForSequenceClassification` scores labels.
+the label scores of each with transformers to 1e-5. Any decoder above makes vectors; one whose class ends in `ForSequenceClassification` scores
+labels, and so do `Qwen2ForRewardModel` and `Qwen2ForProcessRewardModel`, of the last token: a step's reward is that of the text up to its end.
 [Embeddings and reranking](guides/embeddings.md) has the endpoints.
 
 | `model_type` | models | vectors: configs | label scores: configs |

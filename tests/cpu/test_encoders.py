@@ -203,6 +203,24 @@ def test_every_classifier_is_transformers_own(name: str, tmp_path: Path) -> None
                 call()
 
 
+@pytest.mark.parametrize(("name", "num"), [("Qwen2ForRewardModel", 1), ("Qwen2ForProcessRewardModel", 2)])
+def test_reward_models_score_the_last_token(name: str, num: int, tmp_path: Path) -> None:
+    """Of a whole answer as it is, of a step as a probability; their code is not transformers', the layers are."""
+    model = save(tmp_path, ("Qwen2", SIZES | ENDS | {"num_key_value_heads": 2}))
+    torch.manual_seed(2)
+    score = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, num))
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = {f"model.{key}": value for key, value in load_file(file).items()}
+    save_file(tensors | {f"score.{key}": value for key, value in score.state_dict().items()}, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [name]}))
+    with LLM(str(tmp_path), dtype="float32", **ENGINE) as llm:
+        for ids, output in zip(PROMPTS, llm.classify(given(PROMPTS), progress=False), strict=True):
+            with torch.no_grad():
+                expected = score(states(model, ids)[-1])
+            wanted = expected if num == 1 else expected.softmax(0)
+            assert output.outputs.probs == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is served over HTTP
 

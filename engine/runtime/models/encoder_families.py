@@ -32,6 +32,7 @@ class HeadPart(NamedTuple):
 _BERT_HEAD = HeadPart("pooler.dense", "tanh"), HeadPart("classifier", is_last=True)
 _ROBERTA_HEAD = HeadPart("classifier.dense", "tanh"), HeadPart("classifier.out_proj", is_last=True)
 DECODER_HEAD = (HeadPart("score", has_bias=False, is_last=True),)
+REWARD_HEAD = HeadPart("score.0", "relu"), HeadPart("score.2", is_last=True)
 DECODER_HEADS = {"eurobert": (HeadPart("dense", "gelu"), HeadPart("classifier", is_last=True))}
 
 

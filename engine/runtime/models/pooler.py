@@ -16,7 +16,7 @@ from engine.files.hf_config import HFConfig
 from engine.files.vector_files import VectorSettings
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.parts import Load, Maker
-from engine.runtime.models.encoder_families import DECODER_HEAD, DECODER_HEADS, EncoderConfig
+from engine.runtime.models.encoder_families import DECODER_HEAD, DECODER_HEADS, REWARD_HEAD, EncoderConfig
 from engine.runtime.schemes.linear import pack
 from engine.runtime.weights.checkpoint import Cut, StoredTensor, cut
 from engine.runtime.weights.safetensors import SafetensorsFile, read_tensors
@@ -67,6 +67,7 @@ def make_pooler(
         return None
     hidden = own.hidden_size
     head = own.head if isinstance(own, EncoderConfig) else DECODER_HEADS.get(config.text("model_type"), DECODER_HEAD)
+    head = REWARD_HEAD if settings.is_reward else head
     pooler = Pooler(len(settings.labels), comes_first=config.text("classifier_pooling", "") == "late")
     if settings.label_tokens:
         _from_tokens(pooler, settings, config, hidden, make, path)

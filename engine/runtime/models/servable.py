@@ -57,7 +57,7 @@ _OTHER_ATTENTION = {
 SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vq_config", "visual")
 # Endings of the class names under `architectures` whose heads do not predict the next token.
-_OTHER_HEADS = ("TokenClassification", "QuestionAnswering", "MultipleChoice", "RewardModel")
+_OTHER_HEADS = ("TokenClassification", "QuestionAnswering", "MultipleChoice")
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -89,8 +89,8 @@ def _why(values: Mapping[str, Any]) -> str | None:
     head = next((name for name in heads if name.endswith(_OTHER_HEADS)), None)
     if head is not None:
         return (
-            f"{head} answers for each token, or with more than a score; serve a model whose class ends in ForCausalLM or "
-            "ForSequenceClassification"
+            f"{head} answers for each token, or with more than a score; serve a model whose class ends in ForCausalLM, "
+            "ForSequenceClassification or ForRewardModel"
         )
     if kind in _RECURRENT:
         return (
