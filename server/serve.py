@@ -31,7 +31,7 @@ from engine.files.gguf_header import forget_headers
 from engine.settings.engine_config import EngineConfig
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import check_tokenizer_source, fetch, find_model, local_path
-from engine.startup.ahead import begin_weights, load_torch_libraries
+from engine.startup.ahead import begin_weights, import_http, load_torch_libraries
 from engine.startup.model_check import ModelFacts, check_model
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
 from server.batches.folder import DataFolder
@@ -258,7 +258,7 @@ def _load(plan: _Plan, undo: ExitStack, arbiter: Arbiter) -> LoadedModel:
 
         main thread                                                 other threads, in C
         settings, port, the model's header (prepare)                torch's libraries are loaded
-        torch, engine.build                                         memory for weights is backed with pages
+        FastAPI, torch, engine.build                                memory for weights is backed with pages
         build_engine: names and memory of matrices, pool, warm-up   weights are read and packed (native/packer.py)
         HTTP side and tokenizer, on a thread (_load_front)
 
@@ -299,6 +299,7 @@ def _load_beside(
 ) -> tuple[EngineHandle, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
     memory = begin_weights(plan.engine)
+    import_http()
     from engine.startup.build import build_engine  # torch
 
     with ThreadPoolExecutor(1) as aside, _short_turns():

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from ctypes import c_void_p
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
+from types import ModuleType
 
 from engine.files.gguf_header import part_paths
-from engine.runtime.native.backed_memory import BackedMemory
+from engine.runtime.native.backed_memory import BackedMemory, find_touch
 from engine.runtime.native.rows import OpenFile
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import local_path
@@ -31,15 +36,53 @@ _READ = 4 << 20  # bytes
 _SHARE = 0.95  # of the files' bytes; some tensors of every model are not packed
 
 
+class _Later(MetaPathFinder, Loader):
+    """Puts off a quarter of torch's import, which is for meta tensors, until a module that makes some is imported."""
+
+    _PART = "torch._meta_registrations"
+    _USERS = ("transformers", "torch._dynamo")
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """Return an empty module for the part, and load it before its users."""
+        if name in self._USERS:
+            self._end()
+        return ModuleSpec(name, self) if name == self._PART else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module empty until it is asked for something."""
+
+        def get(name: str) -> object:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            self._end()
+            return getattr(sys.modules[self._PART], name)
+
+        module.__getattr__ = get  # type: ignore[method-assign]
+
+    def _end(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            if sys.modules.pop(self._PART, None) is not None:
+                import_module(self._PART)
+
+
 def load_torch_libraries() -> None:
     """Start loading torch's libraries, which takes 0.15 s of C code; `import torch` waits for the rest.
 
-    The system loads one library at a time, so numpy's, which are needed soonest, are loaded before.
+    The system loads one library at a time, so those that are needed sooner are loaded before.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which nothing here uses, would spin for 0.1 s
-    import numpy as np  # noqa: F401 - imported for its duration
+    import asyncio  # noqa: F401 - imported for its duration, as those below
+
+    import numpy as np  # noqa: F401
+
+    with suppress(ImportError):
+        import orjson  # noqa: F401 - FastAPI's
+    find_touch()
 
     torch = find_spec("torch")
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, _Later())
     if torch is None or torch.origin is None:
         return
     folder = Path(torch.origin).parent / "lib"
@@ -55,6 +98,18 @@ def _load(folder: Path) -> None:
     dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], c_void_p
     for name, scope in zip(_TORCH_LIBRARIES, (ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL), strict=True):
         dlopen(os.fsencode(folder / name), os.RTLD_NOW | scope)  # if it fails, `import torch` says why
+
+
+def import_http() -> None:
+    """Import FastAPI while torch's libraries are loaded. Its models of OpenAPI documents are built on first use."""
+    from pydantic import BaseModel, ConfigDict
+
+    usual = BaseModel.model_config
+    BaseModel.model_config = ConfigDict(defer_build=True)
+    try:
+        import fastapi  # noqa: F401 - imported for its duration
+    finally:
+        BaseModel.model_config = usual
 
 
 def begin_weights(config: EngineConfig) -> BackedMemory | None:

@@ -12,7 +12,7 @@ from engine.core.types import PromptInfo
 class ResponseBody(BaseModel):
     """Base of every answer: only fields that were set are sent."""
 
-    model_config = ConfigDict(ser_json_inf_nan="null")
+    model_config = ConfigDict(ser_json_inf_nan="null", defer_build=True)
 
     def json_bytes(self) -> bytes:
         """Return this answer as UTF-8 JSON."""

@@ -106,6 +106,25 @@ def test_torchs_libraries_may_be_loaded_ahead() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("use", ["find_spec('transformers')", "torch._meta_registrations.device_hint", "None"])
+def test_what_meta_tensors_need_is_imported_when_it_is_used(use: str) -> None:
+    """Runs in a new process, because this one has torch."""
+    code = f"""
+import sys
+from importlib.util import find_spec
+from engine.startup.ahead import import_http, load_torch_libraries
+load_torch_libraries()
+import_http()
+import pydantic, torch
+assert "defer_build" not in pydantic.BaseModel.model_config
+assert not hasattr(sys.modules["torch._meta_registrations"], "__file__")
+{use}
+print(hasattr(sys.modules["torch._meta_registrations"], "__file__"), torch._meta_registrations.device_hint.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(use != "None"), "device_hint"]
+
+
 def packed(model: object) -> list[bytes]:
     """The packed matrices of a decoder, in the order of their addresses' names."""
     found: dict[int, NativeLinear] = {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from contextlib import suppress
+from collections.abc import Callable
 from ctypes import POINTER, addressof, c_char, c_int32, c_int64, c_void_p
+from functools import cache
 from threading import Thread
 
 from engine.runtime.native.build import find_library, must_compile
@@ -37,9 +38,22 @@ class BackedMemory:
 
     def _back(self) -> None:
         """Touch the pages in C; MADV_POPULATE_WRITE would hold up the memory maps of other threads."""
-        path = None if must_compile() else find_library()
-        if path is not None:
-            with suppress(OSError, AttributeError):  # of a library that is of no use here
-                touch = ctypes.CDLL(str(path)).quire_touch
-                touch.argtypes, touch.restype = [c_void_p, c_int64, POINTER(c_int32)], None
-                touch(addressof(c_char.from_buffer(self.pages)), len(self.pages), self._must_stop)
+        if (touch := find_touch()) is not None:
+            touch(addressof(c_char.from_buffer(self.pages)), len(self.pages), self._must_stop)
+
+
+@cache
+def find_touch() -> Callable[[int, int, c_int32], None] | None:
+    """Return the library's function that touches pages, or None without a library.
+
+    The first call holds the GIL while another library is loaded.
+    """
+    path = None if must_compile() else find_library()
+    if path is None:
+        return None
+    try:
+        touch = ctypes.CDLL(str(path)).quire_touch
+    except (OSError, AttributeError):  # a library that is of no use here
+        return None
+    touch.argtypes, touch.restype = [c_void_p, c_int64, POINTER(c_int32)], None
+    return touch

@@ -159,7 +159,7 @@ IdleFields = Mapping[str, Callable[[Any, ModelLimits], bool]]
 class RequestBody(BaseModel):
     """Base of every request body, and of every object in one."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False, defer_build=True)
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset()
     # hint -> values that need no mention because they ask for nothing beyond what is done anyway
