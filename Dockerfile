@@ -1,7 +1,6 @@
 # The daemon with the embedded model.
 #   docker build -t quire:cpu .                               for CPUs: PyTorch's CPU build, no compiler
 #   docker build -t quire:cuda --build-arg DEVICE=cuda .      for NVIDIA GPUs: the host needs only a driver
-#   docker build -t quire:ray --build-arg DEVICE=cuda --target ray .     with Ray Serve, for deploy/ray
 #   docker build -t quire:router --target router .                      vllm-router, for deploy/kubernetes
 # Every file that pip installs is pinned by its SHA-256 in docker/requirements*.txt. Layers, from what changes rarely to
 # what changes often: PyTorch, the other packages with the model, our own wheel.
@@ -84,19 +83,6 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
     CMD ["python", "-I", "-S", "/opt/quire/healthcheck.py"]
 ENTRYPOINT ["quire", "serve"]
-
-# KubeRay starts `ray` by a shell and asks for its health with wget.
-FROM daemon AS ray
-USER root
-# hadolint ignore=DL3008 # whichever version the pinned Debian release has
-RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/*
-COPY docker/requirements-ray.txt /src/
-RUN pip --python /opt/quire install --no-cache-dir --disable-pip-version-check --no-deps --require-hashes \
-      --only-binary :all: --requirement /src/requirements-ray.txt
-USER 10001:10001
-HEALTHCHECK NONE
-ENTRYPOINT []
-CMD ["/bin/bash"]
 
 # The last stage is what `docker build .` makes.
 FROM daemon

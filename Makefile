@@ -18,7 +18,7 @@ INSTALLED := $(VENV)/.installed
 DEV_INSTALLED := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bench simulate test clients ray check format docs clean
+.PHONY: help serve bench simulate test clients check format docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,10 +42,6 @@ clients: $(DEV_INSTALLED)  ## run clients whose dependencies exclude ours, in an
 	@npm install --silent --no-package-lock --prefix tests/clients/agents > /dev/null \
 	  || echo "Claude Code, Codex CLI and Continue could not be installed by npm: their tests will be skipped" >&2
 	DAEMON_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
-
-ray: $(DEV_INSTALLED)  ## run the tests on a real cluster of Ray
-	@$(PIP) --quiet --editable '.[ray]' $(SHORTLY)
-	$(BIN)/python -m pytest tests/ray_cluster $(ARGS)
 
 check: $(DEV_INSTALLED)  ## format, lint and types, as CI sees them
 	$(BIN)/ruff format --check .

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds an image without a Docker daemon: bash docker/build-with-buildah.sh [cpu|cuda] [ray|router]
+# Builds an image without a Docker daemon: bash docker/build-with-buildah.sh [cpu|cuda] [router]
 # Needs root and Debian's packages buildah and debootstrap. Where docker.io can be reached, set
 # PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm; the default is a Debian 12 made here, with Python 3.11.
 # STORE is the folder of the images. STORAGE_DRIVER is overlay, or vfs where overlay mounts are forbidden; vfs copies

@@ -3,7 +3,7 @@
 pyproject.toml names the packages, constraints.txt their versions. uv resolves them for Python 3.11 and newer on any
 machine and takes the hashes from the package index. Files result that are installed by `pip install --no-deps
 --require-hashes`: requirements.txt, and PyTorch with its libraries in requirements-cuda.txt or requirements-cpu.txt;
-requirements-ray.txt for the image of Ray, and requirements-router.txt for the router's.
+requirements-router.txt is for the router's image.
 The CPU builds of PyTorch are on an index of their own, whose page has their hashes. Where that page cannot be read,
 the hashes of the file as it is are kept if it names the same version, and the script says so.
 """
@@ -73,15 +73,6 @@ def resolve_project(*arguments: str) -> list[str]:
     )
 
 
-def lock_ray() -> None:
-    """Write what the image of Ray has beside requirements.txt, at the same versions."""
-    base = HERE / "requirements.txt"
-    known = {_name_of(entry) for entry in re.split(r"\n(?=\S)", base.read_text())}
-    entries = resolve_project("--extra", "ray", "--constraints", str(base))
-    ray = [entry for entry in entries if _name_of(entry) not in known and not _GPU.match(entry)]
-    (HERE / "requirements-ray.txt").write_text(_file("Ray Serve, beside requirements.txt.", ray))
-
-
 def lock_router() -> None:
     """Write what the router's image has."""
     entries = resolve("-", "--universal", "--python-version", PYTHON, stdin=ROUTER)
@@ -103,7 +94,6 @@ def main() -> None:
     cpu.write_text(lock_cpu(version, cpu.read_text() if cpu.exists() else ""))
     (HERE / "requirements-cuda.txt").write_text(_file("PyTorch for CUDA, and NVIDIA's libraries.", gpu))
     (HERE / "requirements.txt").write_text(_file("All but PyTorch, and the embedded model.", [*rest, *model]))
-    lock_ray()
     lock_router()
 
 

@@ -67,5 +67,4 @@ def test_in_an_environment_like_the_images_only_optional_modules_are_missing(tmp
     assert ast.literal_eval(run.stdout) == [
         ("msgspec", "engine.outbound.kv_events"),
         ("opentelemetry.exporter", "server.telemetry.otlp"),
-        ("ray", "server.ray_serve.deployment"),
     ]

@@ -303,7 +303,6 @@ def test_the_roles_of_the_page_start(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ScaledObject", {"spec": {"scaleTargetRef": {"name": "quire"}, "trigers": []}}),
         ("ServiceMonitor", {"spec": {"selector": {}, "endpoints": [{"port": 8000}]}}),
         ("InferencePool", {"spec": {"targetPorts": [{"number": 70000}]}}),
-        ("RayService", {"spec": {"serveConfig": "x"}}),
         ("PrometheusRule", {"spec": {"groups": [{"rules": []}]}}),
         ("StatefulSet", {"apiVersion": "apps/v1", "spec": {"replica": 1}}),
     ],
@@ -322,37 +321,6 @@ def test_every_variable_is_a_setting(overlay: str) -> None:
     names = {name for each in maps for name in each["data"]} | {each["name"] for each in container(objects)["env"]}
     settings = {ENV_PREFIX + name.upper() for name in names_of(DECLARED)}
     assert {name for name in names if name.startswith(ENV_PREFIX)} <= settings
-
-
-def test_the_ray_service_is_valid() -> None:
-    """Its pods' specs are Kubernetes' own."""
-    claim, service = yaml.safe_load_all((ROOT / "deploy/ray/rayservice.yaml").read_text())
-    check(claim)
-    check(service)
-    args = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
-    assert args.keys() <= _arguments()
-    assert args["ingress_replicas"] == 2
-    cluster = service["spec"]["rayClusterConfig"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        spec = group["template"]["spec"]
-        check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec})
-        [mount] = spec["containers"][0]["volumeMounts"]
-        assert spec["volumes"] == [
-            {"name": mount["name"], "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}}
-        ]
-        assert {"name": "HF_HOME", "value": mount["mountPath"]} in spec["containers"][0]["env"]
-    worker = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"]["requests"]
-    assert int(worker["cpu"]) >= args["cpus"] + args["ingress_replicas"], "a new cluster has one worker"
-    assert (
-        yaml.safe_load((ROOT / "deploy/ray/serve.yaml").read_text())["applications"][0]["args"].keys() <= _arguments()
-    )
-
-
-def _arguments() -> set[str]:
-    """Return the arguments of the Ray application, from the table that describes them."""
-    page = (ROOT / "docs/deploy/ray.md").read_text()
-    table = page[page.index("| argument |") : page.index("Ray does not bind")]
-    return {name for line in table.splitlines()[2:] if line for name in re.findall(r"`(\w+)`", line.split("|")[1])}
 
 
 @needs_kubectl

@@ -62,7 +62,6 @@ ERRORS = {
     "internal_error": (500, "The server failed.", "Its log says why; please report it."),
     "compute_error": (500, "The model's numbers for this request are not finite.", "Check the checkpoint and `--dtype`."),
     "engine_dead": (500, "The engine thread has ended.", "Restart the daemon; the log has the cause."),
-    "daemon_lost": (503, "Behind Ray Serve: the daemon that answered was lost.", "Send the request again."),
     "not_enabled": (501, "The feature is off.", "The message has the flag."),
     "guard_unavailable": (503, "The guard cannot judge a text, so it is not shown.", "Try again; see the guard's `/health?model=NAME`."),
     "shutting_down": (503, "The daemon drains.", "Ask another replica, or wait for `Retry-After`."),
