@@ -1,12 +1,13 @@
 """The child process that counts, parses and checks large bodies.
 
 Run by server/http/bodies.py through engine/system/child_process.py. A question is a header, {"model": ..., "most": ..., "member": ...},
-and the body; the answer is {} and the document in parts, or {"error": ..., "traceback": ...}; the client sees the error.
+and the body; the answer is {} and the document as marshal writes it, or {"error": ..., "traceback": ...}; the client sees the error.
 """
 
 from __future__ import annotations
 
 import json
+import marshal
 import sys
 import traceback
 from dataclasses import asdict
@@ -17,7 +18,6 @@ from pydantic_core import to_json
 
 from engine.system.child_process import Parts, serve
 from server.http.bodies import check_count, parse
-from server.http.packed_json import pack
 from server.protocol.errors import to_api_error
 
 # Modules of bodies, which are imported before the first question, as it should not wait for them.
@@ -45,14 +45,14 @@ def answer(parts: Parts) -> list[bytes]:
 
 
 def _read(raw: bytearray, *, model: str, most: int, member: str | None) -> list[bytes]:
-    """Return the document in parts, or the JSON of `member`."""
+    """Return the document, or the JSON of `member`."""
     check_count(raw, most)
     tree = parse(raw)
     raw.clear()
     resolve_name(model).model_validate(tree)
     if member is not None:
         return [to_json(tree[member], inf_nan_mode="constants")]
-    return pack(tree)
+    return [marshal.dumps(tree)]
 
 
 if __name__ == "__main__":
