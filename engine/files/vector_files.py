@@ -25,9 +25,9 @@ _GGUF_RANK = 4
 
 
 class DenseModule(NamedTuple):
-    """A product of pooled vectors, in a folder beside the model."""
+    """A product of pooled vectors, in a folder beside the model, or by its name in the model's own file."""
 
-    folder: Path
+    place: Path | str
     num_inputs: int
     num_outputs: int
     has_bias: bool
@@ -86,10 +86,13 @@ def read_vectors(config: HFConfig, path: Path, *, is_encoder: bool) -> VectorSet
         return _classifier(config, is_encoder=is_encoder)
     found = VectorSettings(pooling=Pooling.MEAN if is_encoder else Pooling.LAST)
     if not (path / MODULES).is_file():
-        number = config.integer("pooling_type", 0)  # of a GGUF file
+        number = config.integer("pooling_type", 0)  # of a GGUF file, as its dense modules
         if number == _GGUF_RANK:
-            raise ModelLoadError(f"{config.source}: a reranker's head is read from safetensors alone; serve those.")
-        return replace(found, pooling=_GGUF_POOLINGS.get(number, found.pooling), is_embedder=is_encoder or number > 0)
+            raise ModelLoadError(f"{config.source} is a reranker without a head; convert the model again.")
+        parts = config.section("parts_behind").values
+        dense = tuple([DenseModule(name, inputs, outputs, bias, "") for name, (outputs, inputs, bias) in parts.items()])
+        pooling = _GGUF_POOLINGS.get(number, found.pooling)
+        return replace(found, pooling=pooling, dense=dense, is_embedder=is_encoder or number > 0)
     found = replace(found, is_embedder=True, normalizes=False)
     for module in _list_of(path / MODULES):
         if Path(module.text("path", "")).name != module.text("path", ""):

@@ -1,7 +1,7 @@
 """Builds a `tokenizers.Tokenizer` from a GGUF file's metadata.
 
 Byte-level BPE ("gpt2", which splits a text into words first, as gguf_words.json lists) and SentencePiece BPE ("llama",
-scores instead of merges; "gemma4", merges), and BERT's ("bert"). An unknown kind is refused: a nearly right tokenizer makes a model subtly worse.
+scores instead of merges; "gemma4", merges), BERT's ("bert"), and XLM-R's Unigram ("t5"). An unknown kind is refused: a nearly right tokenizer makes a model subtly worse.
 
 The file has a row for each way to split: the names of `tokenizer.ggml.pre`, each of which stands for all tokenizers that
 give the same ids for one test text, whichever model they belong to; and steps one after the other, a regular expression
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE, WordPiece
+from tokenizers.models import BPE, Unigram, WordPiece
 from tokenizers.pre_tokenizers import PreTokenizer, Split
 
 from engine.core.errors import ModelLoadError
@@ -76,6 +76,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "ggml.add_bos_token": (bool,),
     "ggml.add_eos_token": (bool,),
     "ggml.add_space_prefix": (bool,),
+    "ggml.precompiled_charsmap": (list, int),
     **{f"ggml.{role}_token_id": (int,) for role in ("bos", "eos", "eot", "eom", "unknown", "padding")},
 }
 
@@ -102,6 +103,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer, has_bos = _sentence_piece_bpe(metadata, tokens), True
     elif metadata["tokenizer.ggml.model"] == "bert":
         tokenizer, has_bos = _word_piece(metadata, tokens), True
+    elif metadata["tokenizer.ggml.model"] == "t5":
+        tokenizer, has_bos = _unigram(metadata, tokens), True
     else:
         pre = _pre(metadata)
         tokenizer, has_bos = _byte_level_bpe(metadata, tokens, WORDS[pre]), WORDS[pre].has_bos
@@ -123,7 +126,7 @@ def check_tokenizer(metadata: Mapping[str, Any]) -> None:
     if not metadata.get("tokenizer.ggml.tokens"):
         raise ModelLoadError("The GGUF file holds no tokenizer; name one with --tokenizer.")
     model = metadata.get("tokenizer.ggml.model")
-    if model in ("llama", "gemma4", "bert") or (model == "gpt2" and _pre(metadata) in WORDS):
+    if model in ("llama", "gemma4", "bert", "t5") or (model == "gpt2" and _pre(metadata) in WORDS):
         return
     kind = f"{model} with pre-tokenizer {_pre(metadata)!r}" if model == "gpt2" else model
     raise ModelLoadError(
@@ -182,15 +185,13 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sentence_piece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
-    scores, has_merges = metadata.get("tokenizer.ggml.scores", ()), metadata["tokenizer.ggml.model"] == "gemma4"
-    if not has_merges and len(scores) != len(tokens):
-        raise ModelLoadError(f"The GGUF file's tokenizer has {len(tokens)} tokens but {len(scores)} scores.")
+    has_merges = metadata["tokenizer.ggml.model"] == "gemma4"
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     unknown = special_token(metadata, "unknown")
     tokenizer = Tokenizer(
         _bpe(
             vocabulary,
-            _merges(metadata) if has_merges else _merges_of_scores(vocabulary, scores),
+            _merges(metadata) if has_merges else _merges_of_scores(vocabulary, _scores(metadata, tokens)),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -201,6 +202,29 @@ def _sentence_piece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> T
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def _scores(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Sequence[float]:
+    scores: Sequence[float] = metadata.get("tokenizer.ggml.scores", ())
+    if len(scores) != len(tokens):
+        raise ModelLoadError(f"The GGUF file's tokenizer has {len(tokens)} tokens but {len(scores)} scores.")
+    return scores
+
+
+def _unigram(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    """Return XLM-R's tokenizer: of bge-m3 and multilingual E5."""
+    scores, unknown = _scores(metadata, tokens), special_token(metadata, "unknown")
+    kinds = metadata.get("tokenizer.ggml.token_type", ())
+    unknown = kinds.index(TokenType.UNKNOWN) if unknown is None and TokenType.UNKNOWN in kinds else unknown
+    with foreign_code(lambda error: ModelLoadError(f"The GGUF file's tokenizer is inconsistent: {error}.")):
+        tokenizer = Tokenizer(Unigram([*zip(tokens, scores, strict=True)], unknown, byte_fallback=False))
+        if charsmap := metadata.get("tokenizer.ggml.precompiled_charsmap"):
+            tokenizer.normalizer = normalizers.Precompiled(bytes(charsmap))
+    prefix = "always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
+    spaces = pre_tokenizers.Metaspace("▁", prefix)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    tokenizer.decoder = decoders.Metaspace("▁", prefix)
     return tokenizer
 
 
@@ -238,8 +262,14 @@ def _add_beginning_and_end(
 ) -> None:
     """Set the tokens that `add_special_tokens` puts around a text."""
     bos = special_token(metadata, "bos") if metadata.get("tokenizer.ggml.add_bos_token", bos_by_default) else None
-    eos = special_token(metadata, "eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    is_unigram = metadata["tokenizer.ggml.model"] == "t5"
+    eos = special_token(metadata, "eos") if metadata.get("tokenizer.ggml.add_eos_token", is_unigram) else None
     around = {tokens[token_id]: token_id for token_id in (bos, eos) if token_id is not None}
     if around:
-        single = [*([tokens[bos]] if bos is not None else []), "$A", *([tokens[eos]] if eos is not None else [])]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(around.items()))
+        first, last = ([] if each is None else [tokens[each]] for each in (bos, eos))
+        between = last * 2 if is_unigram else last  # XLM-R begins a second text with an end, too
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*first, "$A", *last],
+            pair=[*first, "$A", *between, "$B", *last],
+            special_tokens=list(around.items()),
+        )

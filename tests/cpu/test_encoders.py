@@ -32,6 +32,8 @@ from quire import LLM
 from server.app import create_app
 from server.settings.app_config import AppConfig
 from tests.cpu.served_models import save_tokenizer
+from tests.cpu.test_weights_gguf import SANDWICH, convert
+from tests.cpu.test_weights_gguf import write as write_decoder
 
 SIZES = {
     "vocab_size": 128,
@@ -451,6 +453,7 @@ GGUF_NAMES = {
         "attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
         "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm",
         "intermediate.dense": "ffn_up", "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm",
+        "classifier.dense": "cls", "classifier.out_proj": "cls.output", "classifier": "cls.output",
     },
     "nomic-bert": {
         "embeddings.word_embeddings": "token_embd", "embeddings.token_type_embeddings": "token_types",
@@ -460,6 +463,7 @@ GGUF_NAMES = {
     "modern-bert": {
         "embeddings.tok_embeddings": "token_embd", "embeddings.norm": "token_embd_norm", "final_norm": "output_norm",
         "attn.Wqkv": "attn_qkv", "attn.Wo": "attn_output", "mlp_norm": "ffn_norm", "mlp.Wi": "ffn_up", "mlp.Wo": "ffn_down",
+        "head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output",
     },
 }  # fmt: skip
 GGUF_SETTINGS: dict[str, dict[str, Any]] = {
@@ -470,7 +474,7 @@ GGUF_SETTINGS: dict[str, dict[str, Any]] = {
 _LAYER = re.compile(r"(?:encoder\.layers?|layers)\.(\d+)\.(.+)")
 
 
-def write_gguf(folder: Path, arch: str, pooling: int) -> Path:
+def write_gguf(folder: Path, arch: str, pooling: int, first_position: int = 0, labels: tuple[str, ...] = ()) -> Path:
     """A file with the metadata and names that llama.cpp's converter writes, and its marks in the tokens."""
     path = folder / f"{arch}.gguf"
     writer = gguf.GGUFWriter(path, arch)
@@ -479,6 +483,8 @@ def write_gguf(folder: Path, arch: str, pooling: int) -> Path:
     for name, value in (common | GGUF_SETTINGS[arch]).items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{name}", value)
     writer.add_float32(f"{arch}.attention.layer_norm_epsilon", 1e-5 if arch == "modern-bert" else 1e-12)
+    if labels:
+        writer.add_classifier_output_labels(labels)
     special = {0: "[UNK]", 2: "[SEP]", 5: "[CLS]"}
     writer.add_tokenizer_model("bert")
     writer.add_token_list([special.get(i, f"▁w{i}") for i in range(128)])
@@ -487,8 +493,10 @@ def write_gguf(folder: Path, arch: str, pooling: int) -> Path:
         writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token_id)
     names = GGUF_NAMES[arch]
     for name, tensor in load_file(folder / "model.safetensors").items():
-        module, _, end = name.rpartition(".")
+        module, _, end = re.sub(r"^(?:bert|roberta|model)\.", "", name).rpartition(".")
         layer = _LAYER.fullmatch(module)
+        if module == "embeddings.position_embeddings":
+            tensor = tensor[first_position:].clone()
         place, role = (f"blk.{layer[1]}.", layer[2]) if layer else ("", module)
         if not role.startswith("pooler"):
             writer.add_tensor(f"{place}{names.get(role, role)}.{end}", tensor.numpy())
@@ -511,9 +519,67 @@ def test_encoders_are_read_from_gguf(arch: str, tmp_path: Path) -> None:
         assert spoken.prompt_token_ids == [5, 20, 21, 0, 2]
 
 
-def test_a_rerankers_head_in_gguf_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "arch", "first"), [("roberta", "bert", 2), ("modernbert", "modern-bert", 0)])
+def test_classifiers_are_read_from_gguf(name: str, arch: str, first: int, tmp_path: Path) -> None:
+    model = save(tmp_path, KINDS[name], "ForSequenceClassification", num_labels=3)
+    file = write_gguf(tmp_path, arch, 4, first, ("a", "b", "c"))
+    with LLM(str(file), dtype="float32", **ENGINE) as llm:
+        found = llm.classify(given(PROMPTS), use_activation=False, progress=False)
+        for ids, output in zip(PROMPTS, found, strict=True):
+            assert output.outputs.probs == pytest.approx(scored(model, ids).tolist(), abs=1e-4)
+        with pytest.raises(InvalidRequestError, match="scores 3 labels alone"):
+            llm.embed("w7")
+
+
+def test_berts_head_in_gguf_has_no_pooler(tmp_path: Path) -> None:
+    """Which llama.cpp's converter leaves out: what the file has is computed, as there."""
+    model = save(tmp_path, KINDS["bert"], "ForSequenceClassification", num_labels=1)
+    with LLM(str(write_gguf(tmp_path, "bert", 4)), dtype="float32", **ENGINE) as llm:
+        (output,) = llm.classify(given(PROMPTS[3:4]), use_activation=False, progress=False)
+        with torch.no_grad():
+            expected = model.classifier(states(model.bert, PROMPTS[3])[0])
+        assert output.outputs.probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_qwen3s_reranker_is_read_from_gguf(tmp_path: Path) -> None:
+    """Its rows of yes and no are a head, behind its template."""
+    kind = "Qwen3", CLASSIFIERS["qwen3"][1] | {"max_position_embeddings": 200}
+    model = save(tmp_path, kind, "ForCausalLM", tie_word_embeddings=True)
+    tensors = convert(model, "qwen3", {})
+    del tensors["output.weight"]
+    rows = model.lm_head.weight.detach().numpy()[[31, 30]]  # yes and no
+    tensors["cls.output.weight"] = (rows, gguf.GGMLQuantizationType.F32)
+    extra = {"pooling_type": 4, "classifier.output_labels": ["yes", "no"]}
+    file = write_decoder(tmp_path / "m.gguf", "qwen3", model.config, tensors, **extra)
+    with LLM(str(file), tokenizer=str(tmp_path), dtype="float32", **ENGINE) as llm:
+        (output,) = llm.score("w20", "w40 w41", progress=False)
+        ids = torch.tensor(output.prompt_token_ids)
+        assert [each for each in ids.tolist() if each] == [20, 40, 41]
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, -1]
+        assert output.outputs.score == pytest.approx(float((logits[31] - logits[30]).sigmoid()), abs=1e-4)
+
+
+def test_embedding_gemma_is_read_from_gguf(tmp_path: Path) -> None:
+    """With both of its dense modules."""
+    model = save(tmp_path, KINDS["gemma3"], query_pre_attn_scalar=32)
+    dense = [torch.randn(shape) / 8 for shape in ((96, 64), (24, 96))]
+    whole = torch.nn.Module()
+    whole.model, whole.config = model, model.config
+    tensors = convert(whole, "gemma-embedding", SANDWICH)
+    for number, weight in enumerate(dense, 2):
+        tensors[f"dense_{number}.weight"] = (weight.numpy(), gguf.GGMLQuantizationType.F32)
+    extra = {"pooling_type": 1, "attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False, True]}
+    file = write_decoder(tmp_path / "m.gguf", "gemma-embedding", model.config, tensors, **extra)
+    with LLM(str(file), tokenizer=str(tmp_path), dtype="float32", **ENGINE) as llm:
+        for ids, vector in zip(PROMPTS, numbers(llm.embed(given(PROMPTS), progress=False)), strict=True):
+            expected = torch.nn.functional.normalize(dense[1] @ dense[0] @ states(model, ids).mean(0), dim=0)
+            assert vector == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_reranker_without_a_head_is_refused(tmp_path: Path) -> None:
     save(tmp_path, KINDS["bert"])
-    with pytest.raises(ModelLoadError, match="a reranker's head is read from safetensors alone"):
+    with pytest.raises(ModelLoadError, match="is a reranker without a head"):
         check_model(EngineConfig(model=str(write_gguf(tmp_path, "bert", pooling=4))))
 
 

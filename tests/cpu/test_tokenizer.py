@@ -280,6 +280,47 @@ def test_sentence_piece_text_and_bos(tmp_path: Path) -> None:
     assert tokenizer.chat_template is None
 
 
+UNIGRAM = [
+    ("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -3.0), ("\u2581ab", -2.5), ("ab", -4.0),
+    ("a", -5.0), ("b", -5.0), ("c", -5.5), ("\u2581c", -3.5), ("\u00e9", -6.0), ("bc", -4.5), ("<mask>", 0.0),
+]  # fmt: skip
+
+
+@given(st.text(alphabet="abc \u00e9\u65e5\n\t"), st.text(alphabet="ab c"))
+def test_unigram_is_xlm_rs_own(text: str, other: str) -> None:
+    """As in GGUF files of bge-m3 and multilingual E5; alone, and as a pair."""
+    from transformers import XLMRobertaTokenizerFast
+
+    kinds = {
+        0: TokenType.CONTROL,
+        1: TokenType.CONTROL,
+        2: TokenType.CONTROL,
+        3: TokenType.UNKNOWN,
+        13: TokenType.CONTROL,
+    }
+    metadata = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": [token for token, _ in UNIGRAM],
+        "tokenizer.ggml.scores": [score for _, score in UNIGRAM],
+        "tokenizer.ggml.token_type": [int(kinds.get(i, TokenType.NORMAL)) for i in range(len(UNIGRAM))],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+    }
+    built, original = build_tokenizer(metadata), XLMRobertaTokenizerFast(vocab=UNIGRAM)._tokenizer
+    for found, expected in (
+        (built.encode(text), original.encode(text)),
+        (built.encode(text, other), original.encode(text, other)),
+    ):
+        assert found.ids == expected.ids
+    assert built.decode(built.encode(text).ids) == original.decode(original.encode(text).ids)
+
+
+def test_a_unigram_without_scores_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="2 tokens but 0 scores"):
+        build_tokenizer({"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["a", "b"]})
+
+
 # -- files that cannot be used -----------------------------------------------------------------------------------------
 
 
@@ -330,7 +371,7 @@ def test_another_file_is_told(tmp_path: Path, content: bytes) -> None:
         ({}, "holds no tokenizer"),
         ({"model": "gpt2", "pre": "viking", "tokens": ["a"]}, "unsupported kind gpt2 with pre-tokenizer 'viking'"),
         ({"model": "bert", "tokens": ["a"]}, "names no token that begins or ends a text"),
-        ({"model": "t5", "tokens": ["a"]}, "unsupported kind t5"),
+        ({"model": "rwkv", "tokens": ["a"]}, "unsupported kind rwkv"),
         ({"model": "llama", "tokens": ["a"]}, "1 tokens but 0 scores"),
         ({"model": "gpt2", "pre": "qwen2", "tokens": ["a"], "merges": ["a x"]}, "inconsistent"),
     ],

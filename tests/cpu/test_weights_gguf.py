@@ -108,7 +108,15 @@ FALCON_H1_NAMES = {
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
 
-OFFSET = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")  # whose norms are stored as 1 + weight
+OFFSET = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma-embedding",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+)  # whose norms are stored as 1 + weight
 INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "granite_swa", "smollm3")
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.1}

@@ -16,7 +16,7 @@ from engine.files.hf_config import HFConfig
 from engine.files.vector_files import VectorSettings
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.parts import Load, Maker
-from engine.runtime.models.encoder_families import DECODER_HEAD, DECODER_HEADS, REWARD_HEAD, EncoderConfig
+from engine.runtime.models.encoder_families import DECODER_HEAD, DECODER_HEADS, REWARD_HEAD, EncoderConfig, HeadPart
 from engine.runtime.schemes.linear import pack
 from engine.runtime.weights.checkpoint import Cut, StoredTensor, cut
 from engine.runtime.weights.safetensors import SafetensorsFile, read_tensors
@@ -59,7 +59,12 @@ def make_pooler(
     if settings.dense:
         pooler = Pooler(settings.dense[-1].num_outputs)
         for module in settings.dense:
-            weight, bias = _stored(module.folder, (module.num_outputs, module.num_inputs), has_bias=module.has_bias)
+            if isinstance(module.place, str):
+                pooler.parts.append(
+                    make.linear({module.place: module.num_outputs}, module.num_inputs, bias=module.has_bias)
+                )
+                continue
+            weight, bias = _stored(module.place, (module.num_outputs, module.num_inputs), has_bias=module.has_bias)
             bias = None if bias is None else bias.to(make.device)
             pooler.parts += [pack(weight.to(make.device), bias), *_activation(module.activation)]
         return pooler
@@ -68,8 +73,15 @@ def make_pooler(
     hidden = own.hidden_size
     head = own.head if isinstance(own, EncoderConfig) else DECODER_HEADS.get(config.text("model_type"), DECODER_HEAD)
     head = REWARD_HEAD if settings.is_reward else head
+    in_file = config.section("parts_behind").values
+    if in_file:
+        inner = "gelu" if config.text("model_type") == "modernbert" else "tanh"
+        head = tuple(
+            HeadPart(name, inner if name == "cls" else "", bool(sizes[-1]), name == "cls.norm", name == "cls.output")
+            for name, sizes in in_file.items()
+        )
     pooler = Pooler(len(settings.labels), comes_first=config.text("classifier_pooling", "") == "late")
-    if settings.label_tokens:
+    if settings.label_tokens and not in_file:
         _from_tokens(pooler, settings, config, hidden, make, path)
         return pooler
     for part in head:
@@ -80,8 +92,10 @@ def make_pooler(
                 partial(F.layer_norm, normalized_shape=(hidden,), weight=weight, bias=norm_bias, eps=own.norm_eps)
             )
             continue
-        rows = len(settings.labels) if part.is_last else hidden
+        rows = len(settings.labels) + settings.is_difference if part.is_last else hidden
         pooler.parts += [make.linear({part.name: rows}, hidden, bias=part.has_bias), *_activation(part.activation)]
+    if settings.is_difference:  # of the rows of Qwen3-Reranker's yes and no
+        pooler.parts.append(lambda scores: scores[:, :1] - scores[:, 1:])
     return pooler
 
 

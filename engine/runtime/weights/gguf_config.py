@@ -39,7 +39,10 @@ def hf_config(
     if "token_embd.weight" not in shapes:
         raise ModelLoadError(f"{source} has no tensor 'token_embd.weight'; it is not a language model.")
     file = File(meta, shapes, ropes)
-    return arch, {"model_type": row.name or arch} | _common(file) | _found(row.settings)(file)
+    values = {"model_type": row.name or arch} | _common(file) | _found(row.settings)(file)
+    if not any(name.startswith(("cls.", "dense_")) for name in shapes):
+        return arch, values
+    return arch, values | _found(f"{_ENCODERS}behind_pooling")(file)
 
 
 def _found(function: Callable[..., dict[str, Any]] | str) -> Callable[..., dict[str, Any]]:

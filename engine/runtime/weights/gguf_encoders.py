@@ -10,7 +10,6 @@ from engine.runtime.weights.gguf_config import File, gemma3, has
 
 def bert(file: File) -> dict[str, Any]:
     """BERT, and RoBERTa and XLM-R, whose positions the converter cuts to those that are used."""
-    _refuse(file)
     rows = file.shapes.get("position_embd.weight", (file.meta.size("context_length"),))[0]
     return {
         "layer_norm_eps": file.meta.positive("attention.layer_norm_epsilon", 1e-12),
@@ -28,7 +27,6 @@ def nomic_bert(file: File) -> dict[str, Any]:
 
 def modern_bert(file: File) -> dict[str, Any]:
     """ModernBERT."""
-    _refuse(file)
     meta = file.meta
     return {
         "norm_eps": meta.positive("attention.layer_norm_epsilon", 1e-5),
@@ -45,13 +43,26 @@ def modern_bert(file: File) -> dict[str, Any]:
 
 def gemma_embedding(file: File) -> dict[str, Any]:
     """EmbeddingGemma: Gemma 3 that attends both ways."""
-    _refuse(file)
     return {**gemma3(file), "use_bidirectional_attention": True}
 
 
-def _refuse(file: File) -> None:
-    """Raise ModelLoadError for a file with more behind its last layer."""
-    if any(name.startswith(("dense_", "cls")) for name in file.shapes):
-        raise ModelLoadError(
-            f"{file.meta.source}: the file has dense modules or a classifier's head, which are read from safetensors alone."
-        )
+def behind_pooling(file: File) -> dict[str, Any]:
+    """Return what a file has behind pooling: a classifier's head, or dense modules; each part's sizes and whether it has a bias."""
+    parts = {
+        name: (*file.shapes[f"{name}.weight"], f"{name}.bias" in file.shapes)
+        for name in ("dense_2", "dense_3", "cls", "cls.norm", "cls.output")
+        if f"{name}.weight" in file.shapes
+    }
+    if "cls" not in parts and "cls.output" not in parts:
+        return {"parts_behind": parts} if parts else {}
+    if "cls.output" not in parts:
+        raise ModelLoadError(f"{file.meta.source} has no tensor 'cls.output.weight', which scores labels.")
+    num, meta = parts["cls.output"][0], file.meta
+    labels = meta.texts("classifier.output_labels") if meta.has("classifier.output_labels") else ()
+    found: dict[str, Any] = {"parts_behind": parts, "architectures": ["ForSequenceClassification"], "num_labels": num}
+    if labels == ("yes", "no"):  # Qwen3-Reranker, whose rows of the head these are
+        return found | {"classifier_from_token": labels[::-1], "is_original_qwen3_reranker": True}
+    if len(labels) == num:
+        found["id2label"] = dict(enumerate(labels))
+    is_mean = meta.integer("classifier.pooling_type", 0) == 1
+    return found | ({"classifier_pooling": "mean"} if is_mean else {})
