@@ -339,7 +339,7 @@ class KVCacheManager:
     def find_places(self, names: list[bytes], tokens: Seq[int], places: Seq[Place]) -> list[int]:
         """Return the cached blocks of a prompt at the first of some places, as far as they are there; all have names."""
         chain, blocks = names.copy(), list[int]()
-        self._cache.match(chain, tokens, len(tokens))  # it names what has no names yet
+        self._cache.match(chain, tokens, len(tokens))  # it extends the chain
         for place in places:
             block = self._indexes[place.group].find(place.name(chain))
             if block == NO_BLOCK:

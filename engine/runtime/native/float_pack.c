@@ -6,18 +6,6 @@
 
 enum { STRIP = 64 }; /* values of a row that are packed in turn: what several rows write then stays in the cache */
 
-static float widen_f16(uint16_t half) {
-    uint32_t magnitude = half & 0x7fff, bits = magnitude << 13;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    value *= 0x1p112f; /* rebiases the exponent; subnormals come out right as well */
-    memcpy(&bits, &value, sizeof bits);
-    if (magnitude >= 0x7c00) bits |= 0x7f800000;
-    bits |= (uint32_t)(half & 0x8000) << 16;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* The nearest bfloat16. */
 static uint16_t narrow(float value) {
     uint32_t bits;
@@ -38,7 +26,7 @@ static void convert(const uint8_t *row, int64_t first, int64_t num, int32_t kind
         memcpy(&bits, row + (size_t)i * size, size);
         if (kind == STORED_BF16) bits <<= 16;
         memcpy(&value, &bits, sizeof value);
-        if (kind == STORED_F16) value = widen_f16((uint16_t)bits);
+        if (kind == STORED_F16) value = f16_to_f32(row + (size_t)i * size);
         uint16_t low = narrow(value);
         if (format == WEIGHT_F32) memcpy(to + i, &value, sizeof value);
         else memcpy((uint16_t *)to + i, &low, sizeof low);

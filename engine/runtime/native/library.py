@@ -192,8 +192,6 @@ class Library:
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
         self.gemm_heads = _entry(functions.quire_gemm_heads, HeadsArgs)
         self.pack = _entry(functions.quire_pack, PackArgs)
-        # Writes rows that are made of codes to an address.
-        self.repack = _declare(functions.quire_repack, c_int32, POINTER(RowsArgs), c_void_p)
         self.dequantise = _entry(functions.quire_dequantise, DequantArgs)
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)

@@ -220,7 +220,6 @@ def stored_args(part: StoredRows | RepackedRows) -> RowsArgs:
             part.group // _BLOCK,
             part.scale_rows,
             part.layout,
-            part.bits,
             part.shift,
         )
         args.codes = pointer(codes)  # which keeps it alive

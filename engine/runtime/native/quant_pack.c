@@ -39,19 +39,6 @@ enum { STRIP = SUPER }; /* blocks of a row that are packed in turn: what several
 #define EACH_QUAD(i) _Pragma("GCC unroll 8") for (int i = 0; i < QBLOCK / 4; i++)
 #define CONSTANT static inline __attribute__((always_inline)) /* compiled for each type and format */
 
-CONSTANT float f16_to_f32(const uint8_t *p) {
-    uint32_t half = (uint32_t)p[0] | (uint32_t)p[1] << 8, magnitude = half & 0x7fff, bits;
-    float value, two_112 = 0x1p112f;
-    bits = magnitude << 13;
-    memcpy(&value, &bits, sizeof value);
-    value *= two_112; /* rebiases the exponent; subnormals come out right as well */
-    memcpy(&bits, &value, sizeof bits);
-    if (magnitude >= 0x7c00) bits |= 0x7f800000;
-    bits |= (half & 0x8000) << 16;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* The nearest float16. */
 CONSTANT uint16_t f32_to_f16(float value) {
     uint32_t bits, sign, small;
@@ -344,7 +331,7 @@ CONSTANT void write_codes(struct quant_format f, const struct block *from, uint8
 CONSTANT void pack_rows_as(const struct quant_source *s, const uint8_t *rows, int64_t begin, int64_t end, int32_t kind,
                            int32_t format) {
     const struct quant_format f = quant_format_of(format);
-    const int64_t num_blocks = s->num_blocks ? s->num_blocks : quant_num_blocks(s->k);
+    const int64_t num_blocks = quant_num_blocks(s->k);
     const size_t block_bytes = quant_block_bytes(f), panel_bytes = quant_panel_bytes(f, s->k);
     void (*narrow)(const float *, uint16_t *, int64_t) = active_kernels()->narrow_f16;
     for (int64_t strip = 0; strip < num_blocks; strip += STRIP) {
@@ -353,9 +340,8 @@ CONSTANT void pack_rows_as(const struct quant_source *s, const uint8_t *rows, in
             struct block blocks[STRIP];
             struct heads heads = {0};
             int64_t to = target_row(s, i);
-            int64_t first = s->first_block + strip;
-            uint8_t *out = (uint8_t *)s->packed + (size_t)(to / PANEL) * panel_bytes + (size_t)first * block_bytes;
-            out += first / SUPER * quant_super_bytes(f);
+            uint8_t *out = (uint8_t *)s->packed + (size_t)(to / PANEL) * panel_bytes + (size_t)strip * block_bytes;
+            out += strip / SUPER * quant_super_bytes(f);
             for (int64_t b = 0; b < after - strip; b++) {
                 read_block(kind, s->stored.grid, rows + (i - begin) * s->stored.row_bytes, strip + b, blocks + b);
                 note_head(f, blocks + b, &heads, b);
@@ -401,17 +387,6 @@ static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, i
 
 int32_t quant_pack_gguf(const struct quant_source *s, int64_t begin, int64_t end) {
     return for_each_tile(&s->stored, begin, end, pack_tile, s);
-}
-
-static void pack_strip(const void *context, const uint8_t *rows, const struct strip *strip) {
-    struct quant_source part = *(const struct quant_source *)context;
-    part.first_block = strip->first, part.num_blocks = strip->num;
-    part.stored.row_bytes = strip->num * strip->block_bytes;
-    pack_tile(&part, rows, strip->begin, strip->end);
-}
-
-int32_t quant_pack_strips(const struct quant_source *s, int64_t begin, int64_t end) {
-    return for_each_strip(&s->stored, begin, end, pack_strip, s);
 }
 
 /* The weights of a block, rounded after the product and again after the minimum goes off it. */

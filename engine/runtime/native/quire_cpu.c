@@ -227,24 +227,24 @@ EXPORT void quire_touch(char *memory, int64_t size, const volatile int32_t *must
     for (int64_t at = 0; at < size && !*must_stop; at += PAGE) __atomic_fetch_or(memory + at, 0, __ATOMIC_RELAXED);
 }
 
-/* Work on tiles of `unit` rows, or strips, that may fail. */
+/* Work on tiles of rows that may fail. */
 struct tile_job {
     const void *args;
-    int64_t num_rows, unit;
+    int64_t num_rows;
     int32_t (*run)(const void *args, int64_t begin, int64_t end);
     atomic_int status;
 };
 
 static void run_tiles(const void *context, int64_t begin, int64_t end) {
     struct tile_job *job = (struct tile_job *)context;
-    int64_t after = end * job->unit < job->num_rows ? end * job->unit : job->num_rows;
-    int32_t status = job->run(job->args, begin * job->unit, after);
+    int64_t after = end * PANEL < job->num_rows ? end * PANEL : job->num_rows;
+    int32_t status = job->run(job->args, begin * PANEL, after);
     if (status) atomic_store(&job->status, status);
 }
 
 static int32_t share_tiles(int32_t (*run)(const void *, int64_t, int64_t), const void *args, int64_t num_rows,
                            int64_t k) {
-    struct tile_job job = {args, num_rows, PANEL, run, QUIRE_OK};
+    struct tile_job job = {args, num_rows, run, QUIRE_OK};
     run_ranges(run_tiles, &job, (num_rows + PANEL - 1) / PANEL, k * PANEL, WORTH_SHARING);
     return atomic_load(&job.status);
 }
@@ -257,9 +257,6 @@ static int32_t run_pack_floats(const void *source, int64_t begin, int64_t end) {
 }
 static int32_t run_pack_int8(const void *source, int64_t begin, int64_t end) {
     return quant_pack_int8(source, begin, end);
-}
-static int32_t run_pack_strips(const void *source, int64_t begin, int64_t end) {
-    return quant_pack_strips(source, begin, end);
 }
 static int32_t run_dequantise(const void *args, int64_t begin, int64_t end) { return quant_dequantise(args, begin, end); }
 
@@ -274,11 +271,6 @@ EXPORT int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k) {
 
 /* Pack rows; float32 and bfloat16 of an even number of columns. */
 EXPORT int32_t quire_pack(const struct quant_source *s) {
-    if (is_in_strips(&s->stored)) {
-        struct tile_job job = {s, repack_num_strips(&s->stored), 1, run_pack_strips, QUIRE_OK};
-        run_ranges(run_tiles, &job, job.num_rows, s->stored.num_rows * s->k / job.num_rows, WORTH_SHARING);
-        return atomic_load(&job.status);
-    }
     int32_t (*run)(const void *, int64_t, int64_t) = s->format == WEIGHT_INT8     ? run_pack_int8
                                                      : is_quantised(s->format) ? run_pack_gguf
                                                                                : run_pack_floats;

@@ -153,20 +153,18 @@ static inline int64_t packed_row(int64_t row, int64_t n, int32_t activation) {
 /* Types of floats in a file, by GGUF's numbers. */
 enum stored_float { STORED_F32 = 0, STORED_F16 = 1, STORED_BF16 = 30 };
 
-/* How codes lie in a file: rows of nibbles, the low one first, of bytes, of float8_e4m3fn or of MXFP4; or 32-bit words
- * along the inputs, [inputs * bits / 32][rows], or along the outputs, [inputs][rows / 8] in AWQ's order. */
-enum code_layout { CODES_NIBBLES, CODES_BYTES, CODES_FP8, CODES_MXFP4, CODES_INPUT_WORDS, CODES_OUTPUT_WORDS };
+/* How codes lie: in rows of nibbles, the low one first, of bytes, of float8_e4m3fn or of MXFP4. */
+enum code_layout { CODES_NIBBLES, CODES_BYTES, CODES_FP8, CODES_MXFP4 };
 
 /* Codes of which rows of a GGUF type are made: code + shift, behind a scale and perhaps a minimum for each block.
- * `scales` are float16, bytes of MXFP4, or float32 of FP8: [num_rows / scale_rows][num_groups], or for codes in words
- * [num_groups][num_rows]. */
+ * `scales` are float16, bytes of MXFP4, or float32 of FP8: [num_rows / scale_rows][num_groups]. */
 SHARED struct packed_codes {
     const void *scales;
     const uint16_t *minimums; /* as scales; NULL: none */
     const int8_t *shifts;     /* as scales; NULL: `shift` for all */
-    int64_t k, row_bytes;     /* row_bytes: in the file, of a row or of a row of words */
+    int64_t k, row_bytes;     /* row_bytes: of the codes */
     int64_t num_groups, group_blocks, scale_rows;
-    int32_t layout, bits, shift;
+    int32_t layout, shift;
 };
 
 /* A row of FP8; a scale is for `group_blocks` blocks of 32. */
@@ -194,7 +192,6 @@ SHARED struct quant_source {
     int64_t first_row, n, k;
     int64_t head_rows; /* not 0: rows of a head, stored in pairs (0, d / 2), (1, d / 2 + 1) ... */
     int32_t format, activation;
-    int64_t first_block, num_blocks; /* the rows are a strip of so many blocks; 0: whole */
 };
 
 /* Quantised rows to be written as floats of `dtype`: out [num_rows, k]. */
@@ -441,10 +438,8 @@ EXPORT int32_t quire_attend(const struct attend_args *);
 EXPORT int32_t quire_add_rms_norm(const struct norm_args *);
 EXPORT int32_t quire_rope(const struct rope_args *);
 EXPORT int32_t quire_embed(const struct embed_args *);
-EXPORT int32_t quire_repack(const struct stored_rows *, uint8_t *out); /* rows that are made of codes */
 
 /* Rows [row_begin, row_end); these return a status. */
-int32_t quant_pack_strips(const struct quant_source *source, int64_t begin, int64_t end);
 int32_t quant_pack_gguf(const struct quant_source *source, int64_t row_begin, int64_t row_end);
 int32_t float_pack(const struct quant_source *source, int64_t row_begin, int64_t row_end);
 int32_t quant_dequantise(const struct dequant_args *args, int64_t row_begin, int64_t row_end);

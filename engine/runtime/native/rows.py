@@ -46,14 +46,12 @@ class StoredRows(NamedTuple):
 
 
 class CodeLayout(IntEnum):
-    """How codes lie in a file, as in quire_cpu.h."""
+    """How codes lie in rows, as in quire_cpu.h."""
 
     NIBBLES = 0  # [rows, inputs / 2], the low half is the even input
     BYTES = 1
     FP8 = 2
     MXFP4 = 3  # as nibbles
-    INPUT_WORDS = 4  # [inputs * bits / 32, rows]
-    OUTPUT_WORDS = 5  # [inputs, rows / 8], in AWQ's order
 
 
 class RepackedRows(NamedTuple):
@@ -64,12 +62,9 @@ class RepackedRows(NamedTuple):
     row_bytes: int
     num_inputs: int
     layout: CodeLayout
-    codes: StoredRows  # as they lie in the file, which they have
-    bits: int
+    codes: StoredRows
     num_groups: int
-    scales: (
-        Tensor  # [num_rows / scale_rows, groups], of words [groups, rows]: float16, exponents of MXFP4, float32 of FP8
-    )
+    scales: Tensor  # [num_rows / scale_rows, groups]: float16, exponents of MXFP4, float32 of FP8
     minimums: Tensor | None  # float16, as scales
     shifts: Tensor | None  # int8, as scales; None: `shift` for all
     shift: int

@@ -11,22 +11,24 @@
 
 #include "quire_cpu.h"
 
-/* Blocks first .. first + num - 1 of rows [begin, end), at most PANEL, that are made of codes in words. */
-struct strip {
-    int64_t first, num, begin, end, num_rows, block_bytes;
-};
-
-static inline int is_in_strips(const struct stored_rows *from) {
-    return from->codes && from->codes->layout >= CODES_INPUT_WORDS;
-}
-
-typedef void (*strip_work)(const void *context, const uint8_t *rows, const struct strip *strip);
 typedef void (*tile_work)(const void *context, const uint8_t *rows, int64_t begin, int64_t end);
 
-/* repack.c: make rows [begin, end) of `stored`; and call `work` for strips [begin, end). */
+/* repack.c: make rows [begin, end) of `stored`. */
 int32_t repack_rows(const struct stored_rows *from, const uint8_t *stored, int64_t begin, int64_t end, uint8_t *to);
-int32_t for_each_strip(const struct stored_rows *from, int64_t begin, int64_t end, strip_work work, const void *context);
-int64_t repack_num_strips(const struct stored_rows *from);
+
+/* A float16. */
+static inline __attribute__((always_inline)) float f16_to_f32(const uint8_t *p) {
+    uint32_t half = (uint32_t)p[0] | (uint32_t)p[1] << 8, magnitude = half & 0x7fff, bits;
+    float value, two_112 = 0x1p112f;
+    bits = magnitude << 13;
+    memcpy(&value, &bits, sizeof value);
+    value *= two_112; /* rebiases the exponent; subnormals come out right as well */
+    memcpy(&bits, &value, sizeof bits);
+    if (magnitude >= 0x7c00) bits |= 0x7f800000;
+    bits |= (half & 0x8000) << 16;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
 
 static int32_t read_file(int32_t file, uint8_t *to, int64_t size, int64_t offset) {
     while (size > 0) {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.core.errors import ModelLoadError
 from engine.files.quant_config import QuantConfig
-from engine.runtime.native.rows import CodeLayout
+from engine.runtime.native.rows import CodeLayout, StoredRows
 from engine.runtime.weights.checkpoint import Headers, StoredTensor, is_packed
 from engine.runtime.weights.stored.packed import (
     Blocks,
@@ -87,12 +87,16 @@ def _codes(
     part: Part,
     stored: StoredTensor,
     layout: CodeLayout | None,
-    bits: int,
     convert: Callable[[Tensor], Tensor],
     offset: int = 0,
+    lay_out: Callable[[Tensor], Tensor] | None = None,
 ) -> Codes:
-    """Return codes in a file, which `convert` turns into [rows, inputs]; the layout is None if the library knows none."""
-    place = None if layout is None or stored.rows is None else CodeLocation(layout, stored.rows, bits, offset)
+    """Return codes in a file, which `convert` turns into [rows, inputs].
+
+    The library reads them in `layout`, if they lie so, or `lay_out` brings them there; None: it does not.
+    """
+    rows = stored.rows if lay_out is None else lambda: StoredRows(-1, lay_out(read(stored)).numpy())
+    place = None if layout is None or rows is None else CodeLocation(layout, rows, offset)
     return Codes((part.rows, part.inputs), lambda: convert(read(stored)), place)
 
 
@@ -126,7 +130,7 @@ class PackedIntegers:
         zeros = _middle(bits)
         layout = {4: CodeLayout.NIBBLES, 8: CodeLayout.BYTES}.get(bits)
         convert = partial(unpack_bits, bits=bits, num=part.inputs)
-        codes = _codes(part, tensors[".weight_packed"], layout, bits, convert)
+        codes = _codes(part, tensors[".weight_packed"], layout, convert)
         scales = read_scales(tensors[".weight_scale"])
         if ".weight_zero_point" in tensors:
             zeros = unpack_bits(read(tensors[".weight_zero_point"]).t(), bits, part.rows).t().short()
@@ -155,7 +159,7 @@ class Int8:
     @staticmethod
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the codes, 128 above the stored ones, as are the zero points."""
-        codes = _codes(part, tensors[".weight"], CodeLayout.BYTES, 8, _signed, 128)
+        codes = _codes(part, tensors[".weight"], CodeLayout.BYTES, _signed, 128)
         zeros = _middle(8)
         if ".SCB" in tensors:
             return Integers(codes, read(tensors[".SCB"]).float()[:, None] / 127, zeros, 8, part.inputs)
@@ -184,7 +188,7 @@ class Fp8:
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the values and a grid of scales."""
         block, scales = Fp8._block(part), read_scales(tensors[Fp8._scale(part)])
-        values = _codes(part, tensors[".weight"], CodeLayout.FP8, 8, lambda stored: stored)
+        values = _codes(part, tensors[".weight"], CodeLayout.FP8, lambda stored: stored)
         if scales.dim() == 4:
             scales = scales[:, 0, :, 0]
         grid = (-(-part.rows // block[0]), -(-part.inputs // block[1]))
@@ -217,7 +221,8 @@ class Awq:
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the codes in rows of outputs."""
         convert, zeros = partial(Awq._nibbles, rows=part.rows), _middle(4)
-        codes = _codes(part, tensors[".qweight"], CodeLayout.OUTPUT_WORDS, 4, convert)
+        lay_out = partial(Awq._pairs, rows=part.rows)
+        codes = _codes(part, tensors[".qweight"], CodeLayout.NIBBLES, convert, lay_out=lay_out)
         if ".qzeros" in tensors:
             zeros = convert(read(tensors[".qzeros"])).short()
         return Integers(codes, read(tensors[".scales"]).t(), zeros, 4, part.group)
@@ -228,6 +233,17 @@ class Awq:
         codes = unpack_bits(words, 4, 8 * words.shape[1])
         codes = codes.unflatten(1, (-1, 8))[:, :, list(_AWQ_ORDER)].flatten(1)
         return codes[:, :rows].t().contiguous()
+
+    @staticmethod
+    def _pairs(words: Tensor, rows: int) -> Tensor:
+        """Return the same two inputs a byte, [rows, n / 2], the even one low: of words as wide as possible at a time."""
+        mask, turned = 0x0F0F0F0F, words.t()
+        even, odd = turned[:, 0::2].contiguous(), turned[:, 1::2].contiguous()
+        halves = (even & mask) | (odd & mask) << 4, (even >> 4 & mask) | (odd & ~mask)  # nibbles 0, 2 ..; 1, 3 ..
+        found = torch.empty(len(even), 8, even.shape[1], dtype=torch.uint8)
+        for output, nibble in enumerate(_AWQ_ORDER):
+            found[:, output] = halves[nibble % 2].view(torch.uint8)[:, nibble // 2 :: 4]
+        return found.flatten(0, 1)[:rows]
 
 
 class Gptq:
@@ -247,8 +263,11 @@ class Gptq:
         """Return the codes in rows of outputs; the first format stores zero points less 1."""
         bits = part.settings.bits
         zeros = _middle(bits)
-        layout = CodeLayout.INPUT_WORDS if bits in (4, 8) else None
-        codes = _codes(part, tensors[".qweight"], layout, bits, lambda words: unpack_bits(words.t(), bits, part.inputs))
+        layout = {4: CodeLayout.NIBBLES, 8: CodeLayout.BYTES}.get(bits)
+        codes = _codes(
+            part, tensors[".qweight"], layout, lambda words: unpack_bits(words.t(), bits, part.inputs),
+            lay_out=lambda words: words.t().contiguous().view(torch.uint8),
+        )  # fmt: skip
         if ".qzeros" in tensors:
             stored = unpack_bits(read(tensors[".qzeros"]), bits, part.rows).t().short()
             zeros = (stored + part.settings.zero_offset) & (1 << bits) - 1
@@ -271,7 +290,7 @@ class Mxfp4:
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return codes and exponents; the low nibble is the even input."""
         codes, scales = Mxfp4._endings(part)
-        stored = _codes(part, tensors[codes], CodeLayout.MXFP4, 4, lambda found: _neighbours(found.flatten(1)))
+        stored = _codes(part, tensors[codes], CodeLayout.MXFP4, lambda found: _neighbours(found.flatten(1)))
         return Microscaled(stored, read(tensors[scales]).view(torch.uint8))
 
     @staticmethod

@@ -7,7 +7,7 @@ Q8_0, with a new scale for every 32 inputs: codes of 8 bits are finer than its t
 dequantised.
 
 The type and the scales are decided here. The library makes the rows from codes in the file (repack.c), in the layouts
-that it knows; codes in other layouts are decoded to one of these in memory.
+that it knows; others are brought to one of these in memory.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from engine.runtime.weights.checkpoint import Headers, StoredTensor, dtype_of
 
 
 class CodeLocation(NamedTuple):
-    """Where codes lie in a file; a code is the stored one plus an offset, modulo 256."""
+    """Rows of codes, in a file or made in memory; a code is the stored one plus an offset, modulo 256."""
 
     layout: CodeLayout
     rows: Callable[[], StoredRows]
-    bits: int
     offset: int = 0
 
 
 class Codes(NamedTuple):
-    """Codes in a file, read whenever they are needed; `place` is for the native library, if it knows the layout."""
+    """Codes in a file, read whenever they are needed; `place` is for the native library, if that can be known."""
 
     shape: tuple[int, int]
     read: Callable[[], Tensor]  # [rows, inputs]
@@ -217,8 +216,7 @@ def repacked(packed: Packed) -> RepackedRows | None:
         return None
 
     def laid_out(values: Tensor) -> Tensor:
-        values = values.expand(scales.shape)
-        return (values.t() if place.layout >= CodeLayout.INPUT_WORDS else values).contiguous()
+        return values.expand(scales.shape).contiguous()
 
     return RepackedRows(
         kind=plan.kind,
@@ -227,7 +225,6 @@ def repacked(packed: Packed) -> RepackedRows | None:
         num_inputs=num_inputs,
         layout=place.layout,
         codes=place.rows(),
-        bits=place.bits,
         num_groups=scales.shape[1],
         scales=laid_out(scales),
         minimums=None if plan.minimums is None else laid_out(plan.minimums),
@@ -241,15 +238,14 @@ def repacked(packed: Packed) -> RepackedRows | None:
 def _decoded(packed: Integers | Blocks | Microscaled) -> CodeLocation:
     """Return codes in memory, in a layout that the library reads."""
     if isinstance(packed, Blocks):
-        layout, bits, stored = CodeLayout.FP8, 8, packed.values.read().view(torch.uint8)
+        layout, stored = CodeLayout.FP8, packed.values.read().view(torch.uint8)
     elif isinstance(packed, Integers) and packed.bits > 4:
-        layout, bits, stored = CodeLayout.BYTES, 8, packed.codes.read()
+        layout, stored = CodeLayout.BYTES, packed.codes.read()
     else:
-        layout, bits = CodeLayout.NIBBLES if isinstance(packed, Integers) else CodeLayout.MXFP4, 4
-        codes = packed.codes.read()
+        layout, codes = CodeLayout.NIBBLES if isinstance(packed, Integers) else CodeLayout.MXFP4, packed.codes.read()
         stored = codes[:, 0::2] | codes[:, 1::2] << 4
     rows = StoredRows(-1, stored.contiguous().numpy())
-    return CodeLocation(layout, lambda: rows, bits)
+    return CodeLocation(layout, lambda: rows)
 
 
 def _plan(packed: Packed) -> _Plan | None:
