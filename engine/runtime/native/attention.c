@@ -35,10 +35,6 @@ static void norm_whole(const struct turn *t, struct norm norm, char *at, int64_t
     quire_add_rms_norm(&args);
 }
 
-static void run_clip(const void *args, int64_t begin, int64_t end) { active_kernels()->clip(args, begin, end); }
-
-static void run_gate(const void *args, int64_t begin, int64_t end) { active_kernels()->gate(args, begin, end); }
-
 /* Rows of queries with a gate behind each: the gates are moved out, and the queries together, up to the keys. */
 struct split {
     char *projected, *gates;
@@ -109,7 +105,7 @@ static int32_t run(const struct turn *t) {
     if (status) return status;
     if (a->gates && has_queries) {
         struct split split = {q, gates, size, (size_t)a->head_dim * size, (size_t)qkv->n * size, a->scores.num_heads};
-        run_ranges(a->gates == GATES_BETWEEN ? split_rows : spread_rows, &split, t->rows, qkv->n, WORTH_SHARING);
+        run_ranges(a->gates == GATES_BETWEEN ? split_rows : spread_rows, &split, t->rows, qkv->n);
     }
     q += (size_t)(keys - q_width) * size;
     char *k = q + (size_t)q_width * size, *v = k + (size_t)kv_width * size;
@@ -119,13 +115,13 @@ static int32_t run(const struct turn *t) {
     }
     if (a->clip != 0) {
         struct clip_args clip = {t->room, qkv->n, a->clip, t->decoder->dtype};
-        run_ranges(run_clip, &clip, t->rows, qkv->n, WORTH_SHARING);
+        run_ranges(active_kernels()->clip, &clip, t->rows, qkv->n);
     }
     rotate(t, a, has_queries ? q : k, has_queries ? a->scores.num_heads : 0);
     status = part_attend(t, &a->scores, kv_width ? k : NULL, v, qkv->n, q, qkv->n, t->out);
     if (status || !a->gates || !has_queries) return status;
     struct gate_args gate = {t->out, gates, q_width, t->decoder->dtype};
-    run_ranges(run_gate, &gate, t->rows, q_width, WORTH_SHARING);
+    run_ranges(active_kernels()->gate, &gate, t->rows, q_width);
     return 0;
 }
 

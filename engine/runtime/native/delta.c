@@ -36,13 +36,9 @@ static void run_move(const void *context, int64_t begin, int64_t end) {
     }
 }
 
-static void run_prepare(const void *p, int64_t begin, int64_t end) { active_kernels()->delta_prepare(p, begin, end); }
-static void run_advance(const void *p, int64_t begin, int64_t end) { active_kernels()->delta_advance(p, begin, end); }
-static void run_finish(const void *p, int64_t begin, int64_t end) { active_kernels()->delta_finish(p, begin, end); }
-
 static int32_t finish(const struct turn *t, const struct pass *p) {
     (void)t; /* no head needs another rank's */
-    run_ranges(run_finish, p, p->end - p->begin, 4 * p->sizes->num_heads * p->sizes->v_dim, WORTH_SHARING);
+    run_ranges(active_kernels()->delta_finish, p, p->end - p->begin, 4 * p->sizes->num_heads * p->sizes->v_dim);
     return QUIRE_OK;
 }
 
@@ -57,9 +53,9 @@ static int32_t run(const struct turn *t) {
     if (status) return status;
     if (d->moves) {
         struct mixed mixed = {d, pass.rows, (size_t)pass.width * size_of(dtype), size_of(dtype)};
-        run_ranges(run_move, &mixed, t->rows, pass.width, WORTH_SHARING);
+        run_ranges(run_move, &mixed, t->rows, pass.width);
     }
-    return run_passes(t, &pass, run_prepare, run_advance, finish);
+    return run_passes(t, &pass, active_kernels()->delta_prepare, active_kernels()->delta_advance, finish);
 }
 
 EXPORT const struct kind kind_delta = {measure, run};

@@ -48,6 +48,7 @@ static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, i
     }
 }
 
-int32_t float_pack(const struct quant_source *s, int64_t begin, int64_t end) {
+int32_t float_pack(const void *args, int64_t begin, int64_t end) {
+    const struct quant_source *s = args;
     return for_each_tile(&s->stored, begin, end, pack_tile, s);
 }

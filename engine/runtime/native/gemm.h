@@ -55,7 +55,8 @@ static void gemm_pack_group(const struct gemm_args *a, int64_t group, const void
     }
 }
 
-static void gemm_pack_rows(const struct gemm_args *a, int64_t begin, int64_t end) {
+static void gemm_pack_rows(const void *args, int64_t begin, int64_t end) {
+    const struct gemm_args *a = args;
     size_t size = a->w.dtype == DT_F32 ? 4 : 2;
     for (int64_t g = begin; g < end; g++)
         gemm_pack_group(a, g, (const char *)a->x + (size_t)(group_start(a, g) * a->x_stride) * size, a->x_stride);

@@ -143,7 +143,7 @@ int32_t quire_group_sum(struct group *g, float *x, int64_t num) {
         int64_t count = num - first < most ? num - first : most;
         struct sum sum = {g, slot_of(g, 0), x + first};
         memcpy(slot_of(g, g->rank), x + first, (size_t)count * sizeof(float));
-        if (!(status = meet(g))) run_ranges(run_sum, &sum, count, g->size, WORTH_SHARING);
+        if (!(status = meet(g))) run_ranges(run_sum, &sum, count, g->size);
     }
     return status;
 }

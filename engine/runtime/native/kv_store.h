@@ -61,7 +61,8 @@ static float quantize_latent(struct view row, int64_t dim, int64_t num_more, flo
     return peak / 127.f;
 }
 
-static void store_int8(const struct store_args *a, int64_t token_begin, int64_t token_end) {
+static void store_int8(const void *args, int64_t token_begin, int64_t token_end) {
+    const struct store_args *a = args;
     const struct pool *p = &a->pool;
     int64_t dim = p->head_dim, bs = p->block_size, v_pair = bs > 1 ? 2 : 1;
     int8_t row[dim + W];

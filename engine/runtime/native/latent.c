@@ -136,7 +136,7 @@ static int32_t run(const struct turn *t) {
         rows.queries = room.queries, rows.query_stride = l->queries.n;
     }
     if (status) return status;
-    run_ranges(run_rotate, &rows, t->rows, heads * l->rope_dim + l->rank, WORTH_SHARING);
+    run_ranges(run_rotate, &rows, t->rows, heads * l->rope_dim + l->rank);
     status = multiply_heads(t, l->keys, rows.queries, rows.query_stride, head, room.absorbed, width);
     if (!status) status = part_attend(t, &l->scores, room.keys, NULL, width, room.absorbed, heads * width, room.mixed);
     if (status || t->stores_only) return status;

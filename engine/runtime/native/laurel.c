@@ -21,8 +21,6 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
     return mixer > low ? mixer : low;
 }
 
-static void run_add(const void *a, int64_t begin, int64_t end) { active_kernels()->add_laurel(a, begin, end); }
-
 static int32_t run(const struct turn *t) {
     const struct decoder *d = t->decoder;
     const struct laurel *l = t->part->args;
@@ -33,7 +31,7 @@ static int32_t run(const struct turn *t) {
     int32_t status = part_multiply(&own, 0, &l->left, t->x, low, d->dtype);
     if (status || (status = part_multiply(&own, 0, &l->right, low, sum, DT_F32))) return status;
     struct laurel_args add = {t->stream, t->x, sum, l->after, d->hidden, d->eps, d->dtype};
-    run_ranges(run_add, &add, t->rows, d->hidden, WORTH_SHARING);
+    run_ranges(active_kernels()->add_laurel, &add, t->rows, d->hidden);
     own.part = &l->mixer, own.adapters = t->adapters;
     return l->mixer.kind->run(&own);
 }

@@ -17,14 +17,9 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
     return lay_out_pass(&pass, d->dtype, rows, NULL);
 }
 
-static void run_prepare(const void *p, int64_t begin, int64_t end) { active_kernels()->mamba_prepare(p, begin, end); }
-static void run_advance(const void *p, int64_t begin, int64_t end) { active_kernels()->mamba_advance(p, begin, end); }
-static void run_gate(const void *p, int64_t begin, int64_t end) { active_kernels()->mamba_gate(p, begin, end); }
-static void run_norm(const void *p, int64_t begin, int64_t end) { active_kernels()->mamba_norm(p, begin, end); }
-
 static void run_both(const void *p, int64_t begin, int64_t end) {
-    run_gate(p, begin, end);
-    run_norm(p, begin, end);
+    active_kernels()->mamba_gate(p, begin, end);
+    active_kernels()->mamba_norm(p, begin, end);
 }
 
 /* Add the squares of the one group over the ranks. */
@@ -41,12 +36,12 @@ static int32_t finish(const struct turn *t, const struct pass *p) {
     const struct mamba *m = p->rule;
     int64_t tokens = p->end - p->begin, unit = 4 * m->sizes.num_heads * m->sizes.v_dim;
     if (m->num_sharing == 1) {
-        run_ranges(run_both, p, tokens, unit, WORTH_SHARING);
+        run_ranges(run_both, p, tokens, unit);
         return QUIRE_OK;
     }
-    run_ranges(run_gate, p, tokens, unit, WORTH_SHARING);
+    run_ranges(active_kernels()->mamba_gate, p, tokens, unit);
     int32_t status = sum_ranks(t, p);
-    if (!status) run_ranges(run_norm, p, tokens, unit, WORTH_SHARING);
+    if (!status) run_ranges(active_kernels()->mamba_norm, p, tokens, unit);
     return status;
 }
 
@@ -54,7 +49,7 @@ static int32_t run(const struct turn *t) {
     struct pass pass = pass_of(t->part);
     lay_out_pass(&pass, t->decoder->dtype, t->rows, t->room);
     int32_t status = part_multiply_into(t, PLACE_QKV, &t->part->first, t->x, pass.rows, pass.width, t->decoder->dtype);
-    return status ? status : run_passes(t, &pass, run_prepare, run_advance, finish);
+    return status ? status : run_passes(t, &pass, active_kernels()->mamba_prepare, active_kernels()->mamba_advance, finish);
 }
 
 EXPORT const struct kind kind_mamba = {measure, run};

@@ -167,10 +167,6 @@ static void run_choose(const void *context, int64_t begin, int64_t end) {
     }
 }
 
-static void run_widen(const void *args, int64_t begin, int64_t end) { active_kernels()->widen(args, begin, end); }
-static void run_clamp(const void *args, int64_t begin, int64_t end) { active_kernels()->clamp(args, begin, end); }
-static void run_add(const void *args, int64_t begin, int64_t end) { active_kernels()->add_ranks(args, begin, end); }
-
 /* y [rows, n] = x . gate, in float32. */
 static int32_t multiply_gate(const struct mixture *m, const struct linear *gate, const void *x, float *y) {
     if (gate->dtype != m->moe->gate_up->dtype) x = m->room.wide;
@@ -181,11 +177,11 @@ static int32_t multiply_gate(const struct mixture *m, const struct linear *gate,
 static int32_t route(const struct mixture *m, const void *x) {
     const struct moe *moe = m->moe;
     struct widen_args widen = {x, m->room.wide, moe->router.gate.k, moe->gate_up->dtype};
-    if (moe->router.gate.dtype != widen.dtype) run_ranges(run_widen, &widen, m->rows, widen.width, WORTH_SHARING);
+    if (moe->router.gate.dtype != widen.dtype) run_ranges(active_kernels()->widen, &widen, m->rows, widen.width);
     int32_t status = multiply_gate(m, &moe->router.gate, x, m->room.logits);
     if (status) return status;
     if (moe->shared_gate.packed && (status = multiply_gate(m, &moe->shared_gate, x, m->room.shared))) return status;
-    run_ranges(run_choose, m, m->rows, moe->router.num_experts * moe->router.num_chosen, WORTH_SHARING);
+    run_ranges(run_choose, m, m->rows, moe->router.num_experts * moe->router.num_chosen);
     return QUIRE_OK;
 }
 
@@ -266,7 +262,7 @@ static void run_pack_inner(const void *context, int64_t begin, int64_t end) {
 }
 
 /* Number the groups of all jobs, and pack them. */
-static void pack_groups(const struct mixture *m, void (*run)(const void *, int64_t, int64_t)) {
+static void pack_groups(const struct mixture *m, range_work *run) {
     int64_t num = 0;
     for (int64_t i = 0; i < m->num_jobs; i++) {
         struct gemm_job *job = m->room.jobs + i;
@@ -275,7 +271,7 @@ static void pack_groups(const struct mixture *m, void (*run)(const void *, int64
         num += job->num_groups;
     }
     int64_t values = m->rows * m->ranks * m->room.jobs->args.w.k;
-    run_ranges(run, m, num, values / num, WORTH_SHARING);
+    run_ranges(run, m, num, values / num);
 }
 
 /* Products with the first matrices: the rows of x, gathered, to `inner`. */
@@ -306,12 +302,12 @@ static void clamp_inner(const struct mixture *m) {
     const struct room *r = &m->room;
     int64_t num = r->starts[moe->router.num_experts];
     struct clamp_args args = {r->gate_up, r->inner, moe->down->k, moe->clamp_alpha, moe->clamp_limit, moe->down->dtype};
-    run_ranges(run_clamp, &args, num, args.width, WORTH_SHARING);
+    run_ranges(active_kernels()->clamp, &args, num, args.width);
     if (!moe->has_shared) return;
     args.gate_up += 2 * num * args.width;
     args.inner = r->inner + (size_t)(num * args.width) * size_of(args.dtype);
     args.width = moe->down[moe->router.num_experts].k;
-    run_ranges(run_clamp, &args, m->rows, args.width, WORTH_SHARING);
+    run_ranges(active_kernels()->clamp, &args, m->rows, args.width);
 }
 
 /* Products with the second matrices, of the same experts, to `results`. */
@@ -345,12 +341,12 @@ static int32_t forward_rows(const struct moe_args *a, int64_t first, int64_t row
     if (status) return status;
     sort(&m);
     m.room.jobs->args.x = x;
-    run_ranges(run_pack_alone, &m, rows, read, WORTH_SHARING);
+    run_ranges(run_pack_alone, &m, rows, read);
     multiply_gate_up(&m);
     if (moe->clamp_limit != 0) clamp_inner(&m);
     multiply_down(&m);
     struct ranks_args add = {m.room.results, m.room.weights, m.room.places, a->y + first * made, ranks, made};
-    run_ranges(run_add, &add, rows, ranks * made, WORTH_SHARING);
+    run_ranges(active_kernels()->add_ranks, &add, rows, ranks * made);
     size_t places = (size_t)(rows * ranks);
     if (a->chosen) memcpy(a->chosen + first * ranks, m.room.chosen, places * sizeof(int32_t));
     if (a->weights) memcpy(a->weights + first * ranks, m.room.weights, places * sizeof(float));

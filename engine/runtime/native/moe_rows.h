@@ -21,7 +21,8 @@ INLINE void clamp_as(const struct clamp_args *a, int64_t begin, int64_t end, enu
     }
 }
 
-static void add_ranks(const struct ranks_args *a, int64_t begin, int64_t end) {
+static void add_ranks(const void *args, int64_t begin, int64_t end) {
+    const struct ranks_args *a = args;
     for (int64_t row = begin; row < end; row++) {
         const float *weights = a->weights + row * a->num_ranks;
         const int32_t *places = a->places + row * a->num_ranks;

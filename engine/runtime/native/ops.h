@@ -113,14 +113,15 @@ INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum 
 }
 
 /* One copy of each for every type, the type known to the compiler. */
-#define FOR_EACH_TYPE(name, args)                                        \
-    static void name(const struct args *a, int64_t begin, int64_t end) { \
-        if (a->dtype == DT_F32)                                          \
-            name##_as(a, begin, end, DT_F32);                            \
-        else if (a->dtype == DT_BF16)                                    \
-            name##_as(a, begin, end, DT_BF16);                           \
-        else                                                             \
-            name##_as(a, begin, end, DT_F16);                            \
+#define FOR_EACH_TYPE(name, of)                                      \
+    static void name(const void *args, int64_t begin, int64_t end) { \
+        const struct of *a = args;                                   \
+        if (a->dtype == DT_F32)                                      \
+            name##_as(a, begin, end, DT_F32);                        \
+        else if (a->dtype == DT_BF16)                                \
+            name##_as(a, begin, end, DT_BF16);                       \
+        else                                                         \
+            name##_as(a, begin, end, DT_F16);                        \
     }
 
 FOR_EACH_TYPE(add_rms_norm, norm_args)

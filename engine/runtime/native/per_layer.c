@@ -11,8 +11,6 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
     return (size_t)(rows * part->first.n) * size_of(d->dtype);
 }
 
-static void run_act(const void *args, int64_t begin, int64_t end) { active_kernels()->act(args, begin, end); }
-
 static int32_t run(const struct turn *t) {
     const struct per_layer *p = t->part->args;
     struct turn own = *t;
@@ -21,7 +19,7 @@ static int32_t run(const struct turn *t) {
     if (status) return status;
     int64_t width = t->part->first.n;
     struct act_args act = {t->room, t->inputs + p->first, width, t->input_stride, dtype, p->activation};
-    run_ranges(run_act, &act, t->rows, width, WORTH_SHARING);
+    run_ranges(active_kernels()->act, &act, t->rows, width);
     return part_multiply(&own, 0, &t->part->last, t->room, t->out, DT_F32);
 }
 

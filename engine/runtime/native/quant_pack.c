@@ -385,7 +385,8 @@ static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, i
     pack_rows_as(s, rows, begin, end, s->stored.kind, s->format);
 }
 
-int32_t quant_pack_gguf(const struct quant_source *s, int64_t begin, int64_t end) {
+int32_t quant_pack_gguf(const void *args, int64_t begin, int64_t end) {
+    const struct quant_source *s = args;
     return for_each_tile(&s->stored, begin, end, pack_tile, s);
 }
 
@@ -430,7 +431,8 @@ static void dequantise_tile(const void *context, const uint8_t *rows, int64_t be
     }
 }
 
-int32_t quant_dequantise(const struct dequant_args *a, int64_t begin, int64_t end) {
+int32_t quant_dequantise(const void *args, int64_t begin, int64_t end) {
+    const struct dequant_args *a = args;
     return for_each_tile(&a->stored, begin, end, dequantise_tile, a);
 }
 
@@ -464,7 +466,8 @@ static void round_to(int32_t dtype, float values[QBLOCK]) {
     }
 }
 
-void quant_unpack_rows(const struct embed_args *a, int64_t begin, int64_t end) {
+void quant_unpack_rows(const void *args, int64_t begin, int64_t end) {
+    const struct embed_args *a = args;
     const struct quant_format f = quant_format_of(a->format);
     const size_t block_bytes = quant_block_bytes(f);
     const int64_t num_blocks = quant_num_blocks(a->width);
@@ -546,6 +549,7 @@ static void round_tile(const void *context, const uint8_t *rows, int64_t begin, 
     }
 }
 
-int32_t quant_pack_int8(const struct quant_source *s, int64_t begin, int64_t end) {
+int32_t quant_pack_int8(const void *args, int64_t begin, int64_t end) {
+    const struct quant_source *s = args;
     return for_each_tile(&s->stored, begin, end, round_tile, s);
 }

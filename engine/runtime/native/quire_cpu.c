@@ -56,7 +56,7 @@ EXPORT void quire_keep_memory(void) {
 
 /* Ranges of [0, count) for free threads: large ones first, small ones to even out the end. */
 struct range_job {
-    void (*run)(const void *args, int64_t begin, int64_t end);
+    range_work *run;
     const void *args;
     int64_t count, threads;
     atomic_llong next;
@@ -74,48 +74,37 @@ static void take_ranges(void *context) {
     }
 }
 
-void run_ranges(void (*run)(const void *, int64_t, int64_t), const void *args, int64_t count, int64_t unit,
-                int64_t worth) {
-    struct range_job job = {run, args, count, count > 1 && count * unit > worth ? team_size() : 1, 0};
+void run_ranges(range_work *run, const void *args, int64_t count, int64_t unit) {
+    struct range_job job = {run, args, count, count > 1 && count * unit > WORTH_SHARING ? team_size() : 1, 0};
     if (count > 0) team_run(take_ranges, &job, (int)job.threads);
 }
 
-static void run_store(const void *args, int64_t begin, int64_t end) { store_tokens(args, begin, end); }
-static void run_store_int8(const void *args, int64_t begin, int64_t end) { active->store_int8(args, begin, end); }
-static void run_norm(const void *args, int64_t begin, int64_t end) { active->add_rms_norm(args, begin, end); }
-static void run_rope(const void *args, int64_t begin, int64_t end) { active->rope(args, begin, end); }
-static void run_embed(const void *args, int64_t begin, int64_t end) { active->embed(args, begin, end); }
-static void run_unpack_rows(const void *args, int64_t begin, int64_t end) { quant_unpack_rows(args, begin, end); }
-static void run_sample(const void *args, int64_t begin, int64_t end) { active->sample(args, begin, end); }
-
 EXPORT int32_t quire_store(const struct store_args *a) {
     int64_t values = 2 * a->pool.num_kv_heads * a->pool.head_dim;
-    run_ranges(a->pool.is_int8 ? run_store_int8 : run_store, a, a->num_tokens, values, WORTH_SHARING);
+    run_ranges(a->pool.is_int8 ? active->store_int8 : store_tokens, a, a->num_tokens, values);
     return QUIRE_OK;
 }
 
 EXPORT int32_t quire_add_rms_norm(const struct norm_args *a) {
     int64_t num = a->packs ? active->gemm_num_groups(a->packs) : a->rows;
-    if (num > 0) run_ranges(run_norm, a, num, a->rows * a->width / num, WORTH_SHARING);
+    if (num > 0) run_ranges(active->add_rms_norm, a, num, a->rows * a->width / num);
     return QUIRE_OK;
 }
 
 EXPORT int32_t quire_rope(const struct rope_args *a) {
-    run_ranges(run_rope, a, a->tokens, (a->num_heads + a->num_kv_heads) * a->head_dim, WORTH_SHARING);
+    run_ranges(active->rope, a, a->tokens, (a->num_heads + a->num_kv_heads) * a->head_dim);
     return QUIRE_OK;
 }
 
 EXPORT int32_t quire_embed(const struct embed_args *a) {
-    run_ranges(is_quantised(a->format) ? run_unpack_rows : run_embed, a, a->rows, a->width, WORTH_SHARING);
+    run_ranges(is_quantised(a->format) ? quant_unpack_rows : active->embed, a, a->rows, a->width);
     return QUIRE_OK;
 }
 
 EXPORT int32_t quire_sample(const struct sample_args *a) {
-    run_ranges(run_sample, a, a->rows, a->vocab_size, WORTH_SHARING);
+    run_ranges(active->sample, a, a->rows, a->vocab_size);
     return QUIRE_OK;
 }
-
-static void run_pack_rows(const void *args, int64_t begin, int64_t end) { active->gemm_pack_rows(args, begin, end); }
 
 struct gemm_jobs {
     const struct gemm_job *jobs;
@@ -157,13 +146,13 @@ void multiply_all(struct gemm_job *jobs, int64_t num_jobs) {
     struct gemm_jobs all = {jobs, num_jobs};
     int64_t enough = 8 * team_size(), num_shares = 0;
     for (int64_t i = 0; i < num_jobs; i++) num_shares += cut(jobs + i, num_shares, (enough - 1) / num_jobs + 1);
-    if (num_jobs) run_ranges(run_gemm, &all, num_shares, PANEL * jobs->args.w.k, WORTH_SHARING);
+    if (num_jobs) run_ranges(run_gemm, &all, num_shares, PANEL * jobs->args.w.k);
 }
 
 static void multiply(const struct gemm_args *a) {
     struct gemm_job job = {.args = *a};
     int64_t num_groups = active->gemm_num_groups(a);
-    if (a->x) run_ranges(run_pack_rows, a, num_groups, a->m * a->w.k / num_groups, WORTH_SHARING);
+    if (a->x) run_ranges(active->gemm_pack_rows, a, num_groups, a->m * a->w.k / num_groups);
     multiply_all(&job, 1);
 }
 
@@ -217,7 +206,7 @@ static void run_heads(const void *context, int64_t begin, int64_t end) {
 
 EXPORT int32_t quire_gemm_heads(const struct heads_args *a) {
     struct heads_job job = {a, 0};
-    if (a->m > 0) run_ranges(run_heads, &job, a->num_heads, a->heads->n * a->heads->k, WORTH_SHARING);
+    if (a->m > 0) run_ranges(run_heads, &job, a->num_heads, a->heads->n * a->heads->k);
     return atomic_load(&job.out_of_memory) ? QUIRE_NO_MEMORY : QUIRE_OK;
 }
 
@@ -231,7 +220,7 @@ EXPORT void quire_touch(char *memory, int64_t size, const volatile int32_t *must
 struct tile_job {
     const void *args;
     int64_t num_rows;
-    int32_t (*run)(const void *args, int64_t begin, int64_t end);
+    tile_range *run;
     atomic_int status;
 };
 
@@ -242,26 +231,14 @@ static void run_tiles(const void *context, int64_t begin, int64_t end) {
     if (status) atomic_store(&job->status, status);
 }
 
-static int32_t share_tiles(int32_t (*run)(const void *, int64_t, int64_t), const void *args, int64_t num_rows,
-                           int64_t k) {
+static int32_t share_tiles(tile_range *run, const void *args, int64_t num_rows, int64_t k) {
     struct tile_job job = {args, num_rows, run, QUIRE_OK};
-    run_ranges(run_tiles, &job, (num_rows + PANEL - 1) / PANEL, k * PANEL, WORTH_SHARING);
+    run_ranges(run_tiles, &job, (num_rows + PANEL - 1) / PANEL, k * PANEL);
     return atomic_load(&job.status);
 }
 
-static int32_t run_pack_gguf(const void *source, int64_t begin, int64_t end) {
-    return quant_pack_gguf(source, begin, end);
-}
-static int32_t run_pack_floats(const void *source, int64_t begin, int64_t end) {
-    return float_pack(source, begin, end);
-}
-static int32_t run_pack_int8(const void *source, int64_t begin, int64_t end) {
-    return quant_pack_int8(source, begin, end);
-}
-static int32_t run_dequantise(const void *args, int64_t begin, int64_t end) { return quant_dequantise(args, begin, end); }
-
 EXPORT int32_t quire_dequantise(const struct dequant_args *a) {
-    return share_tiles(run_dequantise, a, a->stored.num_rows, a->k);
+    return share_tiles(quant_dequantise, a, a->stored.num_rows, a->k);
 }
 
 /* Bytes of a quantised matrix [n, k]. */
@@ -271,8 +248,6 @@ EXPORT int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k) {
 
 /* Pack rows; float32 and bfloat16 of an even number of columns. */
 EXPORT int32_t quire_pack(const struct quant_source *s) {
-    int32_t (*run)(const void *, int64_t, int64_t) = s->format == WEIGHT_INT8     ? run_pack_int8
-                                                     : is_quantised(s->format) ? run_pack_gguf
-                                                                               : run_pack_floats;
+    tile_range *run = s->format == WEIGHT_INT8 ? quant_pack_int8 : is_quantised(s->format) ? quant_pack_gguf : float_pack;
     return share_tiles(run, s, s->stored.num_rows, s->k);
 }

@@ -345,52 +345,29 @@ SHARED struct sample_args {
     int64_t rows, vocab_size;
 };
 
-struct pass; /* recurrence.h */
-struct gated_rows; /* short_conv.h */
-struct altup_args; /* altup.h, and the next three */
-struct lengthen_args;
-struct laurel_args;
-struct sparse_args;
+/* Work on a range of rows, tokens or tiles, of what `args` describes. */
+typedef void range_work(const void *args, int64_t begin, int64_t end);
 
-/* The kernels of one instruction set. Ranges are [begin, end) of rows, tokens or tiles. */
+/* The kernels of one instruction set. */
 struct kernels {
     const char *name;
-    void (*store_int8)(const struct store_args *, int64_t begin, int64_t end);
+    range_work *store_int8;
     size_t (*attend_scratch)(const struct attend_args *); /* bytes a thread needs */
     void (*attend)(const struct attend_args *, const struct attend_task *, void *scratch);
     void (*attend_merge)(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
-    void (*add_rms_norm)(const struct norm_args *, int64_t begin, int64_t end);
-    void (*clip)(const struct clip_args *, int64_t begin, int64_t end);
-    void (*gate)(const struct gate_args *, int64_t begin, int64_t end);
-    void (*act)(const struct act_args *, int64_t begin, int64_t end);
-    void (*rope)(const struct rope_args *, int64_t begin, int64_t end);
-    void (*embed)(const struct embed_args *, int64_t begin, int64_t end);
-    void (*sample)(const struct sample_args *, int64_t begin, int64_t end);
+    range_work *add_rms_norm, *clip, *gate, *act, *rope, *embed, *sample;
     /* A product, its rows packed in groups. */
     int64_t (*gemm_num_groups)(const struct gemm_args *);
     size_t (*gemm_rows_bytes)(const struct gemm_args *);
-    void (*gemm_pack_rows)(const struct gemm_args *, int64_t group_begin, int64_t group_end);
+    range_work *gemm_pack_rows;
     void (*gemm)(const struct gemm_args *, const struct gemm_share *);
-    void (*widen)(const struct widen_args *, int64_t begin, int64_t end);
-    void (*clamp)(const struct clamp_args *, int64_t begin, int64_t end);
-    void (*add_ranks)(const struct ranks_args *, int64_t begin, int64_t end);
+    range_work *widen, *clamp, *add_ranks;
     void (*narrow_f16)(const float *from, uint16_t *to, int64_t num); /* to the nearest float16 */
     void (*round_fp8)(const struct fp8_row *, float *scratch, uint8_t *to); /* to Q8_0 */
-    void (*delta_prepare)(const struct pass *, int64_t begin, int64_t end);
-    void (*delta_advance)(const struct pass *, int64_t begin, int64_t end);
-    void (*delta_finish)(const struct pass *, int64_t begin, int64_t end);
-    void (*mamba_prepare)(const struct pass *, int64_t begin, int64_t end);
-    void (*mamba_advance)(const struct pass *, int64_t begin, int64_t end);
-    void (*mamba_gate)(const struct pass *, int64_t begin, int64_t end);
-    void (*mamba_norm)(const struct pass *, int64_t begin, int64_t end);
-    void (*first_gate)(const struct gated_rows *, int64_t begin, int64_t end);
-    void (*convolve_gated)(const struct gated_rows *, int64_t begin, int64_t end);
-    void (*altup_predict)(const struct altup_args *, int64_t begin, int64_t end);
-    void (*altup_correct)(const struct altup_args *, int64_t begin, int64_t end);
-    void (*altup_share)(const struct altup_args *, int64_t begin, int64_t end);
-    void (*lengthen)(const struct lengthen_args *, int64_t begin, int64_t end);
-    void (*add_laurel)(const struct laurel_args *, int64_t begin, int64_t end);
-    void (*sparse_act)(const struct sparse_args *, int64_t begin, int64_t end);
+    range_work *delta_prepare, *delta_advance, *delta_finish;
+    range_work *mamba_prepare, *mamba_advance, *mamba_gate, *mamba_norm;
+    range_work *first_gate, *convolve_gated;
+    range_work *altup_predict, *altup_correct, *altup_share, *lengthen, *add_laurel, *sparse_act;
 };
 
 extern const struct kernels kernels_portable;
@@ -408,9 +385,8 @@ enum { WORTH_SHARING = 32 * 1024 }; /* values touched, below which waking a seco
 /* quire_cpu.c: the kernels in use. */
 const struct kernels *active_kernels(void);
 
-/* Run [0, count) on the team if that is more than `worth` units in all, `unit` of them each; else here. */
-void run_ranges(void (*run)(const void *args, int64_t begin, int64_t end), const void *args, int64_t count, int64_t unit,
-                int64_t worth);
+/* Run [0, count) on the team if that is worth sharing, at `unit` values each; else here. */
+void run_ranges(range_work *run, const void *args, int64_t count, int64_t unit);
 
 /* Compute several products with packed rows as one piece of work: threads are woken once. Sets all of a job but `args`. */
 void multiply_all(struct gemm_job *jobs, int64_t num_jobs);
@@ -439,12 +415,9 @@ EXPORT int32_t quire_add_rms_norm(const struct norm_args *);
 EXPORT int32_t quire_rope(const struct rope_args *);
 EXPORT int32_t quire_embed(const struct embed_args *);
 
-/* Rows [row_begin, row_end); these return a status. */
-int32_t quant_pack_gguf(const struct quant_source *source, int64_t row_begin, int64_t row_end);
-int32_t float_pack(const struct quant_source *source, int64_t row_begin, int64_t row_end);
-int32_t quant_dequantise(const struct dequant_args *args, int64_t row_begin, int64_t row_end);
-int32_t quant_pack_int8(const struct quant_source *source, int64_t row_begin, int64_t row_end);
-void quant_unpack_rows(const struct embed_args *args, int64_t begin, int64_t end);
-void store_tokens(const struct store_args *args, int64_t token_begin, int64_t token_end);
+/* Rows [begin, end) of a quant_source or a dequant_args; these return a status. */
+typedef int32_t tile_range(const void *args, int64_t begin, int64_t end);
+tile_range quant_pack_gguf, float_pack, quant_pack_int8, quant_dequantise;
+range_work quant_unpack_rows, store_tokens; /* of an embed_args; of a store_args */
 
 #endif

@@ -25,7 +25,7 @@ static void extend(struct pass *p) {
     p->num_slices = slice + (p->firsts[slice] < p->end) - p->slice;
 }
 
-int32_t run_passes(const struct turn *t, struct pass *p, pass_step *prepare, pass_step *advance,
+int32_t run_passes(const struct turn *t, struct pass *p, range_work *prepare, range_work *advance,
                    int32_t (*finish)(const struct turn *turn, const struct pass *pass)) {
     const struct recurrence *sizes = p->sizes;
     const struct step_states *states = t->layer->states;
@@ -42,8 +42,8 @@ int32_t run_passes(const struct turn *t, struct pass *p, pass_step *prepare, pas
     for (; p->begin < p->firsts[states->num_slices]; p->begin = p->end) {
         extend(p);
         int64_t tokens = p->end - p->begin, work = tokens * sizes->k_dim * sizes->columns / p->num_slices;
-        run_ranges(prepare, p, tokens, sizes->kernel * sizes->channels, WORTH_SHARING);
-        run_ranges(advance, p, p->num_slices * pieces, work, WORTH_SHARING);
+        run_ranges(prepare, p, tokens, sizes->kernel * sizes->channels);
+        run_ranges(advance, p, p->num_slices * pieces, work);
         int32_t status = finish(t, p);
         if (status) return status;
     }

@@ -37,14 +37,12 @@ struct pass {
 
 enum { MOST_TOKENS = 1024 }; /* of a pass */
 
-typedef void pass_step(const void *pass, int64_t begin, int64_t end);
-
 /* Return the bytes of room that all passes of a step need, and place what they need there unless it is NULL. */
 size_t lay_out_pass(struct pass *pass, int32_t dtype, int64_t rows, char *room);
 
 /* Compute all tokens of a turn, of which the rows are projected, pass by pass: `prepare` what needs no state, token by token,
  * `advance` pieces of slices, and `finish` the results. Returns a status. */
-int32_t run_passes(const struct turn *turn, struct pass *pass, pass_step *prepare, pass_step *advance,
+int32_t run_passes(const struct turn *turn, struct pass *pass, range_work *prepare, range_work *advance,
                    int32_t (*finish)(const struct turn *turn, const struct pass *pass));
 
 #endif

@@ -143,7 +143,8 @@ static int64_t best_with_noise(const float *scores, int64_t n, int64_t peak, uin
     return winner;
 }
 
-static void sample(const struct sample_args *a, int64_t begin, int64_t end) {
+static void sample(const void *args, int64_t begin, int64_t end) {
+    const struct sample_args *a = args;
     for (int64_t row = begin; row < end; row++) {
         const struct draw *draw = &a->draws[row];
         float *x = a->logits + row * a->vocab_size;

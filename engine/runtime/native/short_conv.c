@@ -19,9 +19,6 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
     return lay_out(part, d->dtype, rows, NULL, &room);
 }
 
-static void run_first_gate(const void *r, int64_t begin, int64_t end) { active_kernels()->first_gate(r, begin, end); }
-static void run_convolve(const void *r, int64_t begin, int64_t end) { active_kernels()->convolve_gated(r, begin, end); }
-
 static int32_t run(const struct turn *t) {
     const struct short_conv *s = t->part->args;
     int32_t dtype = t->decoder->dtype;
@@ -38,8 +35,8 @@ static int32_t run(const struct turn *t) {
             .kernel = s->kernel, .segment = s->segment, .dtype = dtype,
         },
     };
-    run_ranges(run_first_gate, &rows, t->rows, channels, WORTH_SHARING);
-    run_ranges(run_convolve, &rows, t->rows, s->kernel * channels, WORTH_SHARING);
+    run_ranges(active_kernels()->first_gate, &rows, t->rows, channels);
+    run_ranges(active_kernels()->convolve_gated, &rows, t->rows, s->kernel * channels);
     keep_inputs(&rows.convolution);
     return QUIRE_OK;
 }

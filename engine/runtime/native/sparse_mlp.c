@@ -16,8 +16,6 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
     return gate_up_bytes(part, d->dtype, rows) * 3 / 2;
 }
 
-static void run_act(const void *a, int64_t begin, int64_t end) { active_kernels()->sparse_act(a, begin, end); }
-
 static int32_t run(const struct turn *t) {
     const struct sparse_mlp *s = t->part->args;
     int32_t dtype = t->decoder->dtype;
@@ -26,7 +24,7 @@ static int32_t run(const struct turn *t) {
     if (status) return status;
     int64_t width = t->part->last.k;
     struct sparse_args act = {t->room, inner, width, s->deviations, dtype, s->activation};
-    run_ranges(run_act, &act, t->rows, width, WORTH_SHARING);
+    run_ranges(active_kernels()->sparse_act, &act, t->rows, width);
     return part_multiply(t, PLACE_DOWN, &t->part->last, inner, t->out, DT_F32);
 }
 

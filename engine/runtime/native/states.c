@@ -28,5 +28,5 @@ static void run_keep(const void *context, int64_t begin, int64_t end) {
 }
 
 void keep_inputs(const struct convolution *c) {
-    run_ranges(run_keep, c, c->states->num_slices, c->kernel * c->channels, WORTH_SHARING);
+    run_ranges(run_keep, c, c->states->num_slices, c->kernel * c->channels);
 }

@@ -3,7 +3,8 @@
 
 #include "quire_cpu.h"
 
-void store_tokens(const struct store_args *a, int64_t token_begin, int64_t token_end) {
+void store_tokens(const void *args, int64_t token_begin, int64_t token_end) {
+    const struct store_args *a = args;
     const struct pool *p = &a->pool;
     size_t dim = (size_t)p->head_dim, bs = (size_t)p->block_size, size = p->dtype == DT_F32 ? 4 : 2;
     size_t pair = 4 / size, v_pair = pair < bs ? pair : bs;
