@@ -1,4 +1,4 @@
-"""`quire bench`, `simulate`, `calibrate` and `tune`, and the other benchmarks."""
+"""`quire bench`, `fit`, `simulate`, `calibrate` and `tune`, and the other benchmarks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from engine.core.errors import QuireError
-from loadtest import bench, beside, compare, formats, hostile, images, sessions, vllm_bench
+from loadtest import bench, beside, compare, fit, formats, hostile, images, sessions, vllm_bench
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
 from loadtest.fleet import command as fleet
@@ -21,6 +21,7 @@ COMMANDS: Commands = {
     "simulate": ("run the scheduler on a virtual clock", command.add_options, command.run),
     "calibrate": ("measure the time of steps here, for the simulator", calibrate.add_options, calibrate.run),
     "tune": ("find this machine's settings for a model", tuning.add_options, tuning.run),
+    "fit": ("tell what a model needs and gives here, from its small files", fit.add_options, fit.run),
     "fleet": ("drive daemons behind a real router, and foresee the runs", fleet.add_options, fleet.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "formats": ("measure each format of weights on this machine", formats.add_options, formats.run),
@@ -30,7 +31,7 @@ COMMANDS: Commands = {
     "sessions": ("drive servers with agents' sessions, and count what they reuse", sessions.add_options, sessions.run),
 }
 
-_QUIRES = ("bench", "simulate", "calibrate", "tune")  # the `quire` command has these too
+_QUIRES = ("bench", "fit", "simulate", "calibrate", "tune")  # the `quire` command has these too
 
 
 def main(argv: Sequence[str] | None = None) -> int:

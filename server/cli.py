@@ -23,6 +23,10 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("serve a model to OpenAI clients", "server.serve", False),
+    "fit": Command(
+        "tell what a model needs and gives on this machine, before it is fetched", "loadtest.__main__", True
+    ),
+    "connect": Command("point Claude Code, Codex, opencode and others at a running daemon", "server.connect", False),
     "bench": Command("load an OpenAI-compatible server and report its latencies", "loadtest.__main__", True),
     "tune": Command("find this machine's settings for a model by timing real steps", "loadtest.__main__", True),
     "simulate": Command("replay traces through the scheduler on a virtual clock", "loadtest.__main__", True),

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from server import doctor
+from server import connect, doctor
 from server.cli import COMMANDS
 from server.settings import flags
 from server.settings.settings import DECLARED
@@ -47,7 +47,7 @@ def _parser(path: object) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("quire")
     parser.add_argument("--version", action="version")
     commands = parser.add_subparsers()
-    parents = {"serve": [serve], "doctor": [doctor.make_parser()]}
+    parents = {"serve": [serve], "doctor": [doctor.make_parser()], "connect": [connect.make_parser()]}
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.summary, parents=parents.get(name, []), add_help=False)
     commands.choices["completion"].add_argument("shell", choices=list(SHELLS))

@@ -12,12 +12,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from daemons import serving
+from daemons import ROOT, SERVE, serving
 
 from tests.documents.pages import ADDRESS
 from tests.nginx import NGINX, nginx
@@ -142,6 +143,41 @@ def test_continue_with_the_embedded_model(embedded: str, tmp_path: Path) -> None
     done = run("cn", *asked, cwd=tmp_path / "work", env={"CONTINUE_TELEMETRY_ENABLED": "0"})
     assert done.returncode == 0, done.stderr
     assert "Tokyo" in done.stdout
+
+
+def connect(program: str, url: str, folder: Path) -> None:
+    """Have `quire connect` write the program's settings into the home of `run`."""
+    home = folder.parent / "home"
+    home.mkdir(parents=True, exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    python = os.environ.get("DAEMON_PYTHON", sys.executable)
+    command = [python, *SERVE, "connect", program, "--url", url, "--yes"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**kept, "HOME": str(home)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@claude_code
+def test_claude_code_as_connect_sets_it_up(scripted: str, tmp_path: Path) -> None:
+    """No variable says where the model is, or its name: the file does."""
+    folder = tmp_path / "work"
+    connect("claude", scripted, folder)
+    prompt = 'Write the file. SCRIPT Bash {"command": "echo parrot > out.txt; cat out.txt"}'
+    flags = ("-p", prompt, "--output-format", "json", "--allowedTools", "Bash")
+    done = run("claude", *flags, cwd=folder, env={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"})
+    answer = json.loads(done.stdout)
+    assert (answer["result"], answer["num_turns"]) == (SAYS, 2), done.stderr
+    assert set(answer["modelUsage"]) == {"smol"}, "the daemon's own name, not a pattern"
+
+
+@codex_cli
+def test_codex_as_connect_sets_it_up(scripted: str, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    connect("codex", scripted, folder)
+    flags = ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--json")
+    done = run("codex", *flags, 'SCRIPT exec_command {"cmd": "echo parrot"}', cwd=folder, env={})
+    assert "parrot" in words([json.loads(line) for line in done.stdout.splitlines()])[-1], done.stderr
 
 
 def words(events: list[dict[str, Any]]) -> list[str]:

@@ -137,7 +137,7 @@ def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) 
     for words, sentence in (
         (
             ["dance"],
-            "'dance' is not a command; choose one of serve, bench, tune, simulate, calibrate, doctor, completion, or see `quire --help`.",
+            "'dance' is not a command; choose one of serve, fit, connect, bench, tune, simulate, calibrate, doctor, completion, or see `quire --help`.",
         ),
         (["collect-env"], "'collect-env' is a command of vLLM; run `quire doctor`."),
         (

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from loadtest.__main__ import COMMANDS as LOADTEST
 from server.cli import COMMANDS
 from server.completion import SHELLS
+from server.connect import make_parser as make_connect_parser
 from server.doctor import make_parser as make_doctor_parser
 from tests.reference.tables import MADE, cell, table
 
+_PARSERS = {"connect": make_connect_parser, "doctor": make_doctor_parser}
 _HEAD = f"""# Command line
 
 {MADE}
@@ -36,8 +38,8 @@ def commands_page() -> str:
             parser = argparse.ArgumentParser(prog=f"quire {name}")
             LOADTEST[name][1](parser)
             lines += _options(parser)
-        elif name == "doctor":
-            lines += _options(make_doctor_parser())
+        elif name in _PARSERS:
+            lines += _options(_PARSERS[name]())
         else:
             lines.append(f"{COMMANDS[name].summary[0].upper()}{COMMANDS[name].summary[1:]}.\n")
     return "\n".join(lines)

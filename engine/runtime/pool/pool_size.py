@@ -78,7 +78,8 @@ def fit_pool(
     """
     num_blocks = max(budget.num_bytes // bytes_per_block, 0)
     lengths = range(0, max(num_blocks * block_size, asked_len or model_len) + block_size, block_size)
-    capacity = lengths[bisect_right(lengths, num_blocks, key=blocks_of) - 1]
+    num_fitting = bisect_right(lengths, num_blocks, key=blocks_of)  # 0 where not even a recurrent state fits
+    capacity = lengths[num_fitting - 1] if num_fitting else 0
     account = f" ({budget.account})" if budget.account else ""
     if not capacity:
         raise MemoryBudgetError(

@@ -1,0 +1,109 @@
+"""Measures how fast this machine multiplies by each kind of weight, and keeps the figures in the cache folder.
+
+One kind takes half a second. The native library's own products are timed, over more weights than the caches hold; of one row
+they show the memory's bandwidth, of many the arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from engine.core.errors import ConfigError
+from engine.core.types import ReportProgress
+from engine.runtime.execution.device import load_kernels
+from engine.runtime.native.library import WeightFormat, native
+from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, format_for
+from engine.runtime.native.rows import StoredRows
+from engine.system.cache_folder import cache_folder, keep
+from engine.system.host_limits import read, usable_cpus
+from engine.system.regular_file import read_json
+from engine.system.version import VERSION
+
+AT = (1, 2, 4, 8, 16, 32, 128)  # rows of a product
+BYTES: Mapping[str, float] = {kind.name: size / block for kind, (block, size) in GGML_QUANT_SIZES.items()} | {
+    "INT8": 1.0
+}  # of a weight
+_SHAPE = 16_384, 2048
+_LEAST_BYTES = 96 << 20  # three times the last cache of the machines it was tried on
+_NUM_PASSES = 7
+_FEW_ROWS = 8  # up to which a product waits for memory
+
+Rates = Mapping[str, tuple[float, ...]]  # seconds of a weight by its kind, for each number of rows
+
+
+def product_rates(kinds: Iterable[str], report: ReportProgress, *, anew: bool = False) -> Rates:
+    """Return the rates of some kinds, those that are not in the cache measured, or all. Raises ConfigError."""
+    path, machine = cache_folder() / "rates.json", _machine()
+    try:
+        known = {} if anew else read_json(path)[machine]
+        found = {kind: tuple(map(float, known[kind])) for kind in kinds if len(known.get(kind, ())) == len(AT)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        known, found = {}, {}
+    missing = sorted(set(kinds) - found.keys())
+    if missing:
+        load_kernels("auto", report)
+        measured = {kind: _measure(kind) for kind in missing}
+        found |= measured
+        keep(path, json.dumps({machine: {**known, **measured}}))
+    return found
+
+
+def seconds(rates: Rates, kind: str, num_rows: float) -> float:
+    """Return the seconds of a weight in a product of some rows: linear between those measured, and beyond."""
+    points = rates[kind]
+    if num_rows >= AT[-1]:
+        return points[-1] * num_rows / AT[-1]
+    place = max(bisect_left(AT, num_rows), 1)
+    share = (max(num_rows, 1) - AT[place - 1]) / (AT[place] - AT[place - 1])
+    return points[place - 1] + share * (points[place] - points[place - 1])
+
+
+def _machine() -> str:
+    lines = read(Path("/proc/cpuinfo")).splitlines()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name}, {usable_cpus()} processors, quire {VERSION}"
+
+
+def _measure(kind: str) -> tuple[float, ...]:
+    library = native()
+    if library is None:
+        raise ConfigError(
+            "This machine has no native kernels, which are measured; install a C compiler (see quire doctor)."
+        )
+    library.use_threads(min(library.num_threads, usable_cpus()))
+    torch.set_num_threads(1)  # which would spin beside the library's
+    number = GGMLQuantizationType["F32" if kind == "INT8" else kind]
+    block, size = GGML_QUANT_SIZES[number]
+    dtype = torch.float32 if number == GGMLQuantizationType.F32 else torch.bfloat16
+    chosen = (
+        WeightFormat.INT8
+        if kind == "INT8"
+        else FLOAT_FORMATS[dtype]
+        if kind in ("F32", "BF16")
+        else format_for([number])
+    )
+    rows = StoredRows(number, np.zeros((_SHAPE[0], _SHAPE[1] // block * size), np.uint8))
+    num = max(2, math.ceil(_LEAST_BYTES / (math.prod(_SHAPE) * BYTES[kind])))
+    matrices = [NativeLinear(library, chosen, [rows], _SHAPE[1], dtype) for _ in range(num)]
+    return tuple(_time(matrices[: num if at <= _FEW_ROWS else 1], torch.ones(at, _SHAPE[1], dtype=dtype)) for at in AT)
+
+
+def _time(matrices: list[NativeLinear], x: torch.Tensor) -> float:
+    """Return the seconds of a weight: the median of some passes over all matrices, after one that is not timed."""
+    took = []
+    for _ in range(_NUM_PASSES + 1):
+        begun = time.perf_counter()
+        for matrix in matrices:
+            matrix(x)
+        took.append(time.perf_counter() - begun)
+    return statistics.median(took[1:]) / (len(matrices) * math.prod(_SHAPE))
