@@ -34,11 +34,11 @@ _USUAL_CONTEXT = 8192
 _POOL = 2 << 30  # the most that a daemon takes by itself on a CPU
 _FAST_ENOUGH = 10.0  # tokens a second of one request, about as fast as people read
 _SPEEDS = (_FAST_ENOUGH, 0), (200.0, -1)  # tokens a second that are enough, and the rows of a step: answers, embeddings
-_CHOICES = {  # how weights may be held: the kind of most, and how that is asked for
-    "bfloat16": ("BF16", ""),
+_FLOATS = {"BF16": "bfloat16", "F32": "float32"}
+_CHOICES = {
     "int8": ("INT8", "--quantization int8"),
     "Q4_K_M": ("Q4_K", ""),
-}
+}  # how weights may be held else: the kind, flags
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -95,11 +95,9 @@ def fit(options: argparse.Namespace) -> None:
     from engine.startup.rates import product_rates
 
     model = read_model(EngineConfig(model=options.model, revision=options.revision))
-    forms = (
-        {name: (model.as_stored(kind), flags) for name, (kind, flags) in _CHOICES.items()}
-        if model.is_plain
-        else {"as stored": (model, "")}
-    )
+    forms = {_FLOATS[model.own_kind] if model.is_plain else "as stored": (model, "")}
+    if model.is_plain:
+        forms |= {name: (model.as_stored(kind), flags) for name, (kind, flags) in _CHOICES.items()}
     kinds = {kind for form, _ in forms.values() for kind in form.kinds}
     process, free = _resident(), available_memory()
     rates = product_rates(kinds, _say, anew=options.measure)

@@ -51,22 +51,12 @@ class Daemon(NamedTuple):
         return min(_MAX_ANSWER, self.context // 4)
 
     def fill(self, values: Values) -> Values:
-        """Return values of programs.json, with what this daemon is for `$url` and others."""
-        known = {"url": self.url, "model": self.model, "context": self.context, "cap": self.max_answer}
-
-        def filled(value: Any) -> Any:
-            if isinstance(value, dict) and "$with a key" in value:
-                return filled(value["$with a key" if self.has_key else "$without a key"])
-            if isinstance(value, dict):
-                return {filled(key): filled(item) for key, item in value.items()}
-            if isinstance(value, list):
-                return [filled(item) for item in value]
-            if not isinstance(value, str):
-                return value
-            name = value.removeprefix("$")  # alone it is a number, too
-            return known[name] if value.startswith("$") and name in known else Template(value).safe_substitute(known)
-
-        found: Values = filled(values)
+        """Return values of programs.json, with what this daemon is for `$url` and others; a number alone is one."""
+        known = {"url": self.url, "model": self.model, "context": str(self.context), "cap": str(self.max_answer)}
+        which = "$with a key" if self.has_key else "$without a key"
+        text = json.dumps(values).replace('"$context"', str(self.context)).replace('"$cap"', str(self.max_answer))
+        text = Template(text).safe_substitute({name: json.dumps(value)[1:-1] for name, value in known.items()})
+        found: Values = json.loads(text, object_hook=lambda each: each.get(which, each))
         return found
 
     def ask(self, method: str, path: str, **body: Any) -> httpx.Response:

@@ -29,6 +29,7 @@ from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.models.config_file import is_encoder, servable
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES, read_config
+from engine.runtime.models.load import default_dtype
 from engine.runtime.pool.groups import LayerGroups, group_layers
 from engine.runtime.pool.kv_cache import place_states
 from engine.runtime.pool.pool_size import PoolBudget, fit_pool
@@ -48,6 +49,8 @@ _AS_STORED = {2: "Q2_K", 3: "Q3_K", 4: "Q4_1", 8: "Q8_0"}  # kinds that are as f
 _STEP_S, _LAYER_S = 1.0e-3, 36e-6
 _STREAM, _STATE, _PAIR = 1200, 1.5, 0.6
 _STATE_BYTES, _KV_BYTES = 0.7, 1.15
+
+_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 Weights = Mapping[tuple[str, str], int]  # how many, by role and kind; roles: layers, experts, head, embedding
 
@@ -69,7 +72,13 @@ class Fitted:
     config: ModelConfig
     states: Sequence[StateSpec]
     weights: Weights
+    dtype: torch.dtype  # of what it computes
     is_plain: bool  # its weights are floats, and others can be made of them
+
+    @property
+    def own_kind(self) -> str:
+        """Return the kind of its weights as floats."""
+        return _KINDS[self.dtype]
 
     @property
     def kinds(self) -> set[str]:
@@ -82,14 +91,16 @@ class Fitted:
         return round(sum(num * BYTES[kind] for (_, kind), num in self.weights.items()))
 
     def as_stored(self, kind: str) -> Fitted:
-        """Return the model with another kind of weights: BF16, INT8, or Q4_K as in a Q4_K_M file."""
+        """Return the model with another kind of weights: its own floats, INT8, or Q4_K as in a Q4_K_M file."""
         others = "Q6_K" if kind == "Q4_K" else kind
         weights = Counter[tuple[str, str]]()
         for (role, _), num in self.weights.items():
             is_table = role in ("head", "embedding")
-            weights[role, "BF16" if (role, kind) == ("embedding", "INT8") else others if is_table else kind] += num
+            weights[role, self.own_kind if (role, kind) == ("embedding", "INT8") else others if is_table else kind] += (
+                num
+            )
         if kind == "INT8" and self.config.tied_head:  # rounded rows cannot be looked up
-            weights["embedding", "BF16"] = self.config.vocab_size * self.config.hidden_size
+            weights["embedding", self.own_kind] = self.config.vocab_size * self.config.hidden_size
         return replace(self, weights=weights)
 
     @cached_property
@@ -101,13 +112,13 @@ class Fitted:
                 found["recurrent"] += sum(kind.num * kind.num_bytes for kind in spec.pieces)
             else:
                 found["latent" if spec.is_latent else "full" if spec.window is None else "window"] += (
-                    spec.bytes_a_token(torch.bfloat16)
+                    spec.bytes_a_token(self.dtype)
                 )
         return dict(found)
 
     @cached_property
     def _groups(self) -> LayerGroups:
-        return group_layers(self.states, torch.bfloat16, self.config.max_positions)
+        return group_layers(self.states, self.dtype, self.config.max_positions)
 
     @property
     def _block_bytes(self) -> int:
@@ -220,22 +231,22 @@ def _fitted(
         raise ModelLoadError(
             f"{hf.source}: only decoders of Quire's own families are foreseen ({', '.join(FAMILIES)})."
         )
-    own = read_config(hf.values, hf.source)
-    model = Decoder(own, served_len=_SERVED, dtype=torch.bfloat16, device=torch.device("cpu"), scheme=Scheme())
-    weights, is_plain = Counter[tuple[str, str]](), tensors is None
+    own, device = read_config(hf.values, hf.source), torch.device("cpu")
+    dtype = default_dtype(hf, device)
+    model = Decoder(own, served_len=_SERVED, dtype=dtype, device=device, scheme=Scheme())
+    weights, kind, is_plain = Counter[tuple[str, str]](), _KINDS[dtype], tensors is None
     if tensors is not None:
         shapes = {each.name: (each.shape, GGMLQuantizationType(each.kind).name) for each in tensors}
     else:
         quantization = None if folder is None else read_quantization(hf, folder)
-        kind, is_plain = "BF16", quantization is None
         if quantization is not None:
-            kind = _AS_STORED.get(quantization.default.bits if quantization.default else 0, "Q8_0")
+            kind, is_plain = _AS_STORED.get(quantization.default.bits if quantization.default else 0, "Q8_0"), False
         shapes = {name: (shape, kind) for load in model.loads for name, shape in load.shapes.items()}
-    for name, (shape, kind) in shapes.items():
+    for name, (shape, stored) in shapes.items():
         if len(shape) > 1 and (role := _role(name, own)):
-            is_table = role in ("head", "embedding") and tensors is None
-            weights[role, "BF16" if kind == "F16" or is_table else kind] += math.prod(shape)
-    return Fitted(config.model, own, model.states, weights, is_plain)
+            is_float = stored in ("F16", "BF16") or (tensors is None and role in ("head", "embedding"))
+            weights[role, _KINDS[dtype] if is_float else stored] += math.prod(shape)
+    return Fitted(config.model, own, model.states, weights, dtype, is_plain)
 
 
 def _role(name: str, config: ModelConfig) -> str:

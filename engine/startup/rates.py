@@ -10,7 +10,6 @@ import json
 import math
 import statistics
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -60,12 +59,7 @@ def product_rates(kinds: Iterable[str], report: ReportProgress, *, anew: bool = 
 
 def seconds(rates: Rates, kind: str, num_rows: float) -> float:
     """Return the seconds of a weight in a product of some rows: linear between those measured, and beyond."""
-    points = rates[kind]
-    if num_rows >= AT[-1]:
-        return points[-1] * num_rows / AT[-1]
-    place = max(bisect_left(AT, num_rows), 1)
-    share = (max(num_rows, 1) - AT[place - 1]) / (AT[place] - AT[place - 1])
-    return points[place - 1] + share * (points[place] - points[place - 1])
+    return float(np.interp(num_rows, AT, rates[kind])) * max(num_rows / AT[-1], 1)
 
 
 def _machine() -> str:

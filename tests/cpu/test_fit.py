@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.core.errors import ModelLoadError
+from engine.runtime.models import load
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.startup import fit, rates
@@ -48,22 +49,21 @@ def folder(path: Path, name: str) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("has_bfloat16", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_counted_is_what_an_engine_has(name: str, tmp_path: Path) -> None:
-    model = folder(tmp_path, name)
+def test_what_is_counted_is_what_an_engine_has(
+    name: str, has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor without bfloat16 has the weights and the pool in float32."""
+    monkeypatch.setattr(load, "_multiplies_bfloat16", lambda: has_bfloat16)
+    model, pool = folder(tmp_path, name), 1 << 20
     found = fit.read(EngineConfig(model=model))
-    pool = 1 << 20
-    config = EngineConfig(
-        model=model, load_format="dummy", dtype="bfloat16", kv_cache_memory_bytes=pool, skip_tokenizer_init=True
-    ) if hasattr(EngineConfig, "skip_tokenizer_init") else EngineConfig(
-        model=model, load_format="dummy", dtype="bfloat16", kv_cache_memory_bytes=pool
-    )  # fmt: skip
-    engine = build_engine(config, lambda _: None)
+    engine = build_engine(EngineConfig(model=model, load_format="dummy", kv_cache_memory_bytes=pool), lambda _: None)
     ours, real = found.scheduler(pool), engine.config
     assert (ours.num_blocks, ours.windows, ours.state_blocks) == (real.num_blocks, real.windows, real.state_blocks)
     assert found.context(pool, 1) == real.max_model_len
-    counted = sum(found.weights.values())
-    assert counted == pytest.approx(found.config.num_weights, rel=0.02)
+    assert sum(found.weights.values()) == pytest.approx(found.config.num_weights, rel=0.02)
+    assert {kind for _, kind in found.weights} == {"BF16" if has_bfloat16 else "F32"}
     engine._runner.close()
 
 
@@ -94,15 +94,15 @@ def test_steps_follow_the_rates(tmp_path: Path) -> None:
         assert min(steps.context_s, steps.pair_s) > 0
         if name == "experts":
             weights = sum(num for (role, _), num in found.weights.items() if role == "experts")
-            one = found._product("experts", "BF16", weights, RATES, 1)
-            assert one == pytest.approx(weights / 4 * rates.seconds(RATES, "BF16", 1))
+            one = found._product("experts", found.own_kind, weights, RATES, 1)
+            assert one == pytest.approx(weights / 4 * rates.seconds(RATES, found.own_kind, 1))
 
 
 def test_narrower_weights_take_less(tmp_path: Path) -> None:
     found = fit.read(EngineConfig(model=folder(tmp_path, "tied windows")))
-    sizes = [found.as_stored(kind).weight_bytes for kind in ("BF16", "INT8", "Q4_K")]
+    sizes = [found.as_stored(kind).weight_bytes for kind in (found.own_kind, "INT8", "Q4_K")]
     assert sizes == sorted(sizes, reverse=True)
-    assert found.as_stored("INT8").weights["embedding", "BF16"] == 256 * 64, "rows of int8 cannot be looked up"
+    assert found.as_stored("INT8").weights["embedding", found.own_kind] == 256 * 64, "rows of int8 cannot be looked up"
 
 
 def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,11 +161,11 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder(tmp_path, "llama")
     run(model)
     said = capsys.readouterr().out
-    for part in ("weights, bfloat16", "K/V of 1,000 tokens, full", "| int8 ", "| Q4_K_M ", f"quire serve {model}"):
+    for part in ("weights, ", "K/V of 1,000 tokens, full", "| int8 ", "| Q4_K_M ", f"quire serve {model}"):
         assert part in said
     run(model, "--json", "--input-len", "16", "--output-len", "8")
     found = json.loads(capsys.readouterr().out)
-    assert found["take"] == "bfloat16", "it is fast enough"
+    assert found["take"] == found["choices"][0]["name"], "it is fast enough"
     assert [each["num"] for each in found["choices"][0]["foreseen"]] == [1, 8, 32]
     assert all(one["tokens_per_s"] > 0 for each in found["choices"] for one in each["foreseen"])
     run(model, "--json", "--input-len", "5000")

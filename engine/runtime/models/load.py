@@ -215,7 +215,11 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """Return --dtype; auto is the checkpoint's, but on a CPU bfloat16 only if it multiplies it."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    model = read_model_config(Path(config.model), config.load_format, config.hf_overrides)
+    return default_dtype(read_model_config(Path(config.model), config.load_format, config.hf_overrides), device)
+
+
+def default_dtype(model: HFConfig, device: torch.device) -> torch.dtype:
+    """Return what --dtype auto is for a model. Raises ModelLoadError."""
     name = str(model.values.get("dtype") or model.values.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelLoadError(f"{model.source}: dtype {name!r} is not one of {', '.join(_DTYPES)}; set --dtype.")
