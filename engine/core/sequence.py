@@ -85,7 +85,6 @@ class History:
     num_matched: int = 0  # those that the first group had then; the others could not resume there if there are more
     num_preemptions: int = 0
     preempted_s: tuple[float, ...] = ()
-    num_expected: float | None = None  # tokens of the answer, where the policy predicts them
 
 
 @dataclass(slots=True)

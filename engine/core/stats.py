@@ -175,7 +175,6 @@ class Stats:
     request_prompt_tokens: Histogram = field(default_factory=_counts)
     request_generation_tokens: Histogram = field(default_factory=_counts)
     grammar_s: Histogram = field(default_factory=_request_seconds)  # compilations of grammars that were not cached
-    length_error_tokens: Histogram = field(default_factory=_counts)  # by how much answers were mispredicted, for sjf
 
     def end(self, reason: FinishReason, num_sequences: int, num_prompt: int, num_generated: int) -> None:
         """Count sequences that ended alike, for any reason; everything that counts ends relies on it.

@@ -150,7 +150,7 @@ def test_a_pinned_prefix_outlives_a_scan_and_overlap_changes_no_text(plain: Plai
     pinned = tmp_path / "pinned.jsonl"
     pinned.write_text(json.dumps({"prompt": LONG}) + "\n")
     flags = ("--max-model-len", "512", "--num-gpu-blocks-override", "45", "--pinned-prefix-share", "0.5")
-    policies = ("--scheduling-policy", "sjf", "--prefix-cache-eviction", "slru", "--max-num-seqs", "2")
+    policies = ("--scheduling-policy", "priority", "--prefix-cache-eviction", "slru", "--max-num-seqs", "2")
     overlap = ("--async-scheduling", "--target-itl-ms", "600000", "--target-ttft-ms", "600000")
     with serve(*flags, "--pinned-prefixes", pinned, *policies, *overlap) as daemon:
         check_plain(daemon, plain)

@@ -8,6 +8,6 @@ SECONDS_A_TOKEN = 0.01
 MAX_HANDICAP_S = 10.0
 
 
-def short_prompts(request: Request, num_expected: float) -> float:
+def short_prompts(request: Request) -> float:
     """Return a virtual arrival time: the real one, and a bounded handicap."""
     return request.arrival_s + min(SECONDS_A_TOKEN * len(request.prompt), MAX_HANDICAP_S)

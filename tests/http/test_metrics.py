@@ -147,7 +147,6 @@ SHOWN = {
     "quire_step_sequences": "step_sequences",
     "quire_request_prompt_tokens": "request_prompt_tokens",
     "quire_request_generation_tokens": "request_generation_tokens",
-    "quire_predicted_length_error_tokens": "length_error_tokens",
     "quire_pins_refused_total": "pins_refused",
     "quire_swap_failures_total": "failed_copies",
     "quire_kv_block_waste_ratio": "blocks_waste",

@@ -48,7 +48,6 @@ GROUPS: dict[str, dict[str, Any]] = {
     "swap": {"num_host_blocks": 40, "num_blocks": SMALL_POOL},
     "swap-overlap": {"num_host_blocks": 12, "num_blocks": SMALL_POOL, "depth": 1, "aborts": 0.1, "rollbacks": 0.05},
     "tiers": {"num_host_blocks": 20, "host_caching": True, "num_disk_blocks": 30, "num_blocks": SMALL_POOL},
-    "sjf": {"policy": "sjf", "timed": True},
     "priority": {"policy": "priority", "timed": True},
     "fair": {"policy": "fair", "timed": True},
     "background": {"background": 0.4, "timed": True},

@@ -256,7 +256,7 @@ def test_the_command_replays_recordings_and_nothing_beside_them(
     assert main(["simulate", "replay", str(path), "--json", str(figures)]) == 0
     assert "all 5 plans are as recorded" in capsys.readouterr().out
     assert json.loads(figures.read_text())["recordings"][str(path)]["steps"] == 5
-    assert main(["simulate", "replay", str(path), "--policy", "sjf"]) == 2
+    assert main(["simulate", "replay", str(path), "--policy", "priority"]) == 2
     assert "a recording is replayed as it was" in capsys.readouterr().err
     path.write_text(text.replace('"chunks": [[', '"chunks": [[1'))
     assert main(["simulate", "replay", str(path)]) == 1

@@ -30,7 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(10, 24),
         budget=st.integers(6, 30),
         caching=st.booleans(),
-        policy=st.sampled_from(["fcfs", "sjf", "priority", "fair", "fair"]),
+        policy=st.sampled_from(["fcfs", "priority", "fair", "fair"]),
         eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),
         host_caching=st.booleans(),

@@ -97,12 +97,12 @@ def test_a_front_is_found_from_what_clients_see() -> None:
 
 
 def test_variants_are_every_combination() -> None:
-    found = make_variants(SETTINGS, ["fcfs", "sjf"], ["max-num-seqs=8,16", "enable_prefix_caching=off"])
+    found = make_variants(SETTINGS, ["fcfs", "priority"], ["max-num-seqs=8,16", "enable_prefix_caching=off"])
     assert [variant.name for variant in found] == [
         "fcfs, max_num_seqs 8",
         "fcfs, max_num_seqs 16",
-        "sjf, max_num_seqs 8",
-        "sjf, max_num_seqs 16",
+        "priority, max_num_seqs 8",
+        "priority, max_num_seqs 16",
     ]
     assert [variant.config.max_num_seqs for variant in found] == [8, 16, 8, 16]
     assert not any(variant.config.enable_prefix_caching for variant in found)
@@ -129,13 +129,13 @@ def test_replay_compares_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     report, trace = tmp_path / "figures.json", tmp_path / "trace.csv"
     COSTS.save(tmp_path / "costs.json")
     costs = ["--costs", str(tmp_path / "costs.json")]
-    options = ["--num", "60", "--policy", "fcfs", "sjf", "--json", str(report), "--save-trace", str(trace)]
+    options = ["--num", "60", "--policy", "fcfs", "priority", "--json", str(report), "--save-trace", str(trace)]
     assert main(["simulate", "replay", "greedy-tenant", *options, *costs]) == 0
     printed = capsys.readouterr().out
-    for word in ("fcfs", "sjf", "greedy", "tenant-1", "TTFT p50", "sequence-steps"):
+    for word in ("fcfs", "priority", "greedy", "tenant-1", "TTFT p50", "sequence-steps"):
         assert word in printed
     document = json.loads(report.read_text())
-    assert [replayed["variant"] for replayed in document["replays"]] == ["fcfs", "sjf"]
+    assert [replayed["variant"] for replayed in document["replays"]] == ["fcfs", "priority"]
     assert [replayed["num_served"] for replayed in document["replays"]] == [60, 60]
     again = tmp_path / "again.json"
     assert main(["simulate", "replay", str(trace), "--policy", "fcfs", "--json", str(again), *costs]) == 0

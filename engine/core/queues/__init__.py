@@ -12,11 +12,9 @@ from functools import partial
 from engine.core.errors import ConfigError
 from engine.core.queues.fair import FairQueue
 from engine.core.queues.keyed import KeyedQueue, fcfs, priority
-from engine.core.queues.shortest import ShortestQueue
 
 POLICIES: Mapping[str, Callable[[], KeyedQueue]] = {
     "fcfs": partial(KeyedQueue, fcfs),
-    "sjf": ShortestQueue,
     "priority": partial(KeyedQueue, priority),
     "fair": FairQueue,
 }

@@ -2,7 +2,7 @@
 
 A key is a *virtual arrival time* in seconds: the real arrival plus a handicap. Because every waiting request ages at the
 same rate, "priority minus age" orders requests exactly as "arrival plus priority" does. So nothing is ever re-sorted, and
-no request can be overtaken for longer than its handicap. Therefore priority and sjf do not starve a request.
+no request can be overtaken for longer than its handicap. Therefore priority does not starve a request.
 """
 
 from __future__ import annotations
@@ -15,26 +15,18 @@ from engine.core.sequence import Account, Sequence
 from engine.core.types import Request
 
 PRIORITY_STEP_S = 10.0  # one level of priority outweighs this much waiting; so does the nearest deadline
-TOKEN_STEP_S = 0.05  # sjf: one expected token of work outweighs this much waiting
-MAX_WORK_S = 60.0  # ... and all of them no more than this
 
-Key = Callable[[Request, float], float]  # of a request, and how many tokens one of its answers is expected to have
+Key = Callable[[Request], float]
 
 by_order = attrgetter("order")
 
 
-def fcfs(request: Request, num_expected: float) -> float:  # noqa: ARG001 - a key's parameters
+def fcfs(request: Request) -> float:
     """Return the key of fcfs: first come, first served."""
     return request.arrival_s
 
 
-def sjf(request: Request, num_expected: float) -> float:
-    """Return the key of sjf: the shortest prompt and expected answers first; shortest.py predicts them."""
-    work_s = TOKEN_STEP_S * (len(request.prompt) + request.params.num_sequences * num_expected)
-    return request.arrival_s + min(work_s, MAX_WORK_S)
-
-
-def priority(request: Request, num_expected: float) -> float:  # noqa: ARG001 - a key's parameters
+def priority(request: Request) -> float:
     """Return the key of priority: lower first, one level for PRIORITY_STEP_S of waiting."""
     return request.arrival_s + PRIORITY_STEP_S * request.priority
 
@@ -52,16 +44,12 @@ class KeyedQueue:
         self._account = Account()  # of all requests
         self._waiting: list[Sequence] = []
 
-    def expect(self, request: Request) -> float | None:  # noqa: ARG002 - for policies that predict
-        """Return how many tokens an answer is expected to have, if the policy predicts that."""
-        return None
-
-    def key(self, request: Request, num_expected: float | None = None) -> float:
-        """Return a request's virtual arrival time; None expects max_tokens of its answers.
+    def key(self, request: Request) -> float:
+        """Return a request's virtual arrival time.
 
         A deadline moves a request forward: the earlier it is, the further, by at most one level of priority.
         """
-        key = self._key(request, request.params.max_tokens if num_expected is None else num_expected)
+        key = self._key(request)
         return key if request.deadline_s is None else key - max(PRIORITY_STEP_S - request.deadline_s, 0.0)
 
     def account(self, request: Request) -> Account:  # noqa: ARG002 - for policies that charge
@@ -97,9 +85,6 @@ class KeyedQueue:
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
         """Charge the tokens that a committed step sampled."""
-
-    def completed(self, seq: Sequence, num_generated: int, *, is_cut: bool) -> None:
-        """Learn from an answer that was completed, by itself or because max_tokens `is_cut` it."""
 
     def arrange(self, running: list[Sequence]) -> None:
         """Sort the running sequences so that the last is preempted first. Called before any may have to be."""

@@ -275,7 +275,6 @@ class BeamSearches:
         events = []
         for choice, answer in enumerate(search.finished[: asked.n]):
             entries = answer.logprobs
-            self._queue.completed(first, answer.reason, len(entries))
             last = entries[-1].token_id
             is_stop_token = answer.reason is FinishReason.STOP and last in asked.stop_token_ids - asked.eos_token_ids
             logprobs = None

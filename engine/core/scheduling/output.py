@@ -242,7 +242,6 @@ class OutputProcessor:
         num_generated = seq.num_generated if seq.beam_group is None else 0  # an aborted search has no answer
         timings = self._recorder.finished(seq, reason, now, len(choices), num_generated)
         value = None if error is None else ErrorValue.of(error)
-        self._queue.completed(seq, reason, num_generated)
         return [
             TokenEvent(seq.request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, value)
             for choice in choices

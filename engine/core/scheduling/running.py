@@ -15,7 +15,7 @@ from engine.core.queues import make_queue
 from engine.core.queues.keyed import KeyedQueue
 from engine.core.scheduling.stats_recorder import StatsRecorder
 from engine.core.sequence import Sequence
-from engine.core.types import FinishReason, Request
+from engine.core.types import Request
 
 _place = attrgetter("place")
 _is_background = attrgetter("is_background")
@@ -104,12 +104,6 @@ class RunningQueue:
         position = bisect_left(self.running, seq.place, key=_place)
         assert self.running[position] is seq
         del self.running[position]
-
-    def completed(self, seq: Sequence, reason: FinishReason, num_generated: int) -> None:
-        """Report the length of an answer that has ended to the policy, if it was not cut short."""
-        if reason in (FinishReason.STOP, FinishReason.LENGTH) and seq.params.max_tokens:
-            queue = self.queue_of(seq.request)
-            queue.completed(seq, num_generated, is_cut=reason is FinishReason.LENGTH)
 
     def takeable(self, seq: Sequence) -> list[Sequence]:
         """Return the sequences that may be preempted for a waiting one, background work first."""

@@ -84,11 +84,9 @@ class Scheduler:
         assert request.request_id not in self._queue.requests, f"request id {request.request_id} is taken"
         names = self.kv.first_names(request)
         queue = self._queue.queue_of(request)
-        num_expected = queue.expect(request)
         seq_id = self._queue.take_seq_id()
-        key, account = queue.key(request, num_expected), queue.account(request)
+        key, account = queue.key(request), queue.account(request)
         seq = Sequence(request, 0, seq_id, key, self.config.block_size, names, account)
-        seq.history.num_expected = num_expected
         if request.params.beam is not None:
             BeamGroup(seq)
         self._queue.requests[request.request_id] = [seq]

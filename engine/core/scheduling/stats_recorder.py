@@ -120,8 +120,6 @@ class StatsRecorder:
         decode_s = seq.last_token_s - seq.history.first_token_s if has_token else 0.0
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.lengths.append(seq.num_prompt + num_generated)
-            if seq.history.num_expected is not None and seq.params.max_tokens:
-                stats.length_error_tokens.observe(abs(num_generated - seq.history.num_expected))
             if not has_token:
                 stats.prompt_tokens += seq.num_prompt
             if not seq.is_background:
