@@ -36,7 +36,7 @@ def test_bash_offers_commands_flags_and_values(capsys: pytest.CaptureFixture[str
     assert {to_flag(name) for name in names_of(DECLARED) if name != "model"} <= flags
     assert "--no-enable-prefix-caching" in flags
     assert complete(code, "quire", "serve", "--dtype", "fl") == ["float32", "float16"]
-    assert "--online" in complete(code, "quire", "doctor", "--")
+    assert "--config" in complete(code, "quire", "doctor", "--")
     assert "pyproject.toml" in complete(f"cd {Path(__file__).parents[2]}; {code}", "quire", "serve", "pyp")
 
 
