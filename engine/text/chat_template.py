@@ -1,8 +1,8 @@
 """Renders a conversation with the model's Jinja template, in a sandbox.
 
-The template comes with the model, the messages come from a client: neither may reach Python, or work without end. Where
-template_work.py bounds the work of a template, a short conversation is rendered here, and the clock is checked at each turn
-of a loop. All else is rendered in a process with limits of time and memory (template_process.py). Any thread.
+The template comes with the model, which the operator chose; the messages come from a client, and may not make it work without
+end. A short conversation is rendered here, where each turn of a loop checks the clock and the prompt has a bound. What takes
+longer, and a long conversation, is rendered in a process with limits of time and memory (template_process.py). Any thread.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError
 from engine.system.calls import foreign_code
 from engine.system.child_process import Ask, ChildError, ChildLostError, ChildProcess, Parts
 from engine.text.template_environment import make_environment, reason
-from engine.text.template_work import MAX_INPUT, is_simple
 from engine.text.types import RESERVED
 
 _CUT = "<<the final message ends here>>"  # plain text, so that no filter of a template changes it
+MAX_INPUT = 32_768  # characters of JSON of a conversation that is rendered on the caller's thread
 MAX_SOURCE = 128 << 10  # characters of a template; those of models that call tools have up to 30,000
 _HERE_S = 0.01  # CPU time of a rendering on the caller's thread; a chat takes 0.1 ms
 _HERE_CHARS = 4 << 20  # of a prompt made there
@@ -60,8 +60,7 @@ class ChatTemplate:
             environment = make_environment(special_tokens)
             tree = environment.parse(source)
             self.variables = _variables(tree)
-            environment.compile(tree)  # here too, so that its errors are known at start
-            self._template = _compiled(tree, special_tokens) if is_simple(tree, self._special_tokens) else None
+            self._template = _compiled(tree, special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
         """Return the prompt, waiting for the process if that has to render it; takes and raises what `begin` does."""
@@ -136,7 +135,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"The chat template takes values of JSON only: {reason(error)}.", param="messages"
             ) from error
-        if self._template is not None and len(question) <= MAX_INPUT:
+        if len(question) <= MAX_INPUT:
             _end_s.set(time.thread_time() + _HERE_S)
             try:
                 return self._template.render(variables)
@@ -180,9 +179,8 @@ def _variables(tree: nodes.Template) -> frozenset[str]:
 
 
 def _compiled(tree: nodes.Template, special_tokens: Mapping[str, str]) -> Template:
-    """Return a simple template that checks the clock at each turn of a loop, and bounds its prompt."""
+    """Return a template that checks the clock at each turn of a loop, and bounds its prompt."""
     environment = make_environment(special_tokens)
-    environment.finalize = None
     environment.concat = _concatenated  # type: ignore[method-assign]  # "".join
     environment.filters["turn"] = _turn
     for loop in tree.find_all(nodes.For):

@@ -1,4 +1,4 @@
-"""The process in which chat templates are rendered that are not simple, or get a long conversation.
+"""The process in which a chat template is rendered that takes long, or gets a long conversation.
 
 The first question is the template, each other one the variables of a rendering. The kernel ends the process at its limits
 of CPU time and memory, whatever the template does. Run by chat_template.py.

@@ -1,4 +1,4 @@
-"""Chat templates: those that could work without end are rendered in a process with limits, the others as jinja would."""
+"""Chat templates: what they write is jinja's, and what takes long is rendered in a process with limits."""
 
 from __future__ import annotations
 
@@ -11,124 +11,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError
 from engine.text import chat_template
-from engine.text.chat_template import MAX_SOURCE, ChatTemplate
-from engine.text.template_environment import _to_json, make_environment
-from engine.text.template_work import MAX_INPUT, is_simple
+from engine.text.chat_template import MAX_INPUT, MAX_SOURCE, ChatTemplate
+from engine.text.template_environment import _to_json
 
 MESSAGES = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "x"}]
-BIG = "{% set s = 'a' * 1000000 %}"
-DOUBLED = "{% set x = 'ab' %}" + "{% set x = x ~ x %}" * 60
-LISTS = "{% set x = ['a'] %}" + "{% set x = [x, x] %}" * 60
-
-ENDLESS = {
+LONG = {  # whatever the loop, each turn checks the clock
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "a loop that passes over all": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
     "a loop that goes on": "{% for a in range(99999) %}{% for b in range(99999) %}{% continue %}{% endfor %}{% endfor %}",
-    "a recursive loop": "{% for a in [range(9)] recursive %}{{ loop([a, a]) }}{% endfor %}",
-    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "a macro that calls itself twice": (
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
-    ),
-    "a block that calls itself": "{% block b %}{{ self.b() }}{{ self.b() }}{% endblock %}",
-    "callers within callers": (
-        "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call m() %}" * 25 + "x" + "{% endcall %}" * 25
-    ),
-    "filters of filters": "{% for a in range(99999) %}{{ range(99999) | map('string') | list | length }}{% endfor %}",
+    "a loop in a macro": "{% macro m() %}{% for a in range(99999) %}{{ m() }}{% endfor %}{% endmacro %}{% for a in range(99999) %}{% for b in range(99999) %}{% set x = m %}{% endfor %}{% endfor %}",
     "its own text": "{% for a in range(99999) %}" + "long text " * 2000 + "{% endfor %}",
-    "text times number": "{{ 'a' * 10**10 }}",
-    "number times text": "{{ 10**10 * 'a' }}",
-    "list times number": "{{ [1] * 10**10 }}",
-    "power": "{{ 9**(9**9) }}",
-    "product": "{% set x = 9**9999 %}" + "{% set x = x * x %}" * 60 + "{{ x > 1 }}",
-    "percent": "{{ '%1000000000d' % 1 }}",
-    "percent with a star": "{{ '%*d' % (10**9, 1) }}",
-    "percent of much": BIG + "{{ ('%s' * 1000) % ([s] * 1000) }}",
-    "format filter": "{{ '%1000000000d' | format(1) }}",
-    "format method": "{{ '{:1000000000}'.format(1) }}",
-    "format with a field": "{{ '{:{}}'.format(1, 10**9) }}",
-    "percent of one thing often": BIG + "{{ ('%(a)s' * 1000) % {'a': s} }}",
-    "format filter of one thing often": BIG + "{{ ('%(a)s' * 1000) | format(a=s) }}",
-    "format map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
-    "format of much": BIG + "{{ ('{0}' * 1000).format(s) }}",
-    "center filter": "{{ 'a' | center(10**9) }}",
-    "center filter of a constant": "{{ 'a' | center(1000000000) }}",
-    "center method": "{{ 'a'.center(10**9) }}",
-    "ljust": "{{ 'a'.ljust(10**9) }}",
-    "zfill": "{{ 'a'.zfill(width=10**9) }}",
-    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
-    "expandtabs": "{{ ('\\t' * 100000).expandtabs(100000) }}",
-    "replace method": BIG + "{{ s.replace('a', s) }}",
-    "replace filter": BIG + "{{ s | replace('a', s) }}",
-    "replace nothing": BIG + "{{ s.replace('', s) }}",
-    "join method": BIG + "{{ s.join('a' * 1000) }}",
-    "join filter": BIG + "{{ range(9999) | join(s) }}",
-    "join of much": BIG + "{{ ([s] * 9999) | join }}",
-    "translate": BIG + "{{ s.translate({97: s}) }}",
-    "indent": "{{ ('\\n' * 100000) | indent(100000) }}",
-    "indent by text": BIG + "{{ ('\\n' * 100000) | indent(s, blank=true) }}",
-    "tojson": "{{ messages | tojson(indent=10**8) }}",
-    "batch": "{{ [1] | batch(10**10, 'a') | list }}",
-    "slice": "{{ [1] | slice(10**10) | list }}",
-    "round": "{{ 1.5 | round(10**10, 'ceil') }}",
-    "sum of lists": "{{ ([[1]] * 100000) | sum(start=[]) }}",
-    "sorting": "{% set a = 'a' * 1000000 %}{% set b = 'a' * 999999 ~ 'a' %}{{ ([a, b] * 20000) | sort | length }}",
-    "doubled by ~": DOUBLED,
-    "doubled by +": DOUBLED.replace("~", "+"),
-    "doubled by a block": "{% set x = 'ab' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
-    "doubled by a macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{{ " + "m(" * 60 + "'ab'" + ")" * 60 + " }}",
-    "doubled in a namespace": (
-        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
-    ),
-    "doubled lists": "{% set x = [1] %}" + "{% set x = x + x %}" * 60,
-    "lists in lists": LISTS,
-    "lists in lists, compared": LISTS + LISTS.replace("x", "y") + "{{ x == y }}",
-    "dicts in dicts": "{% set x = 'a' %}" + "{% set x = dict(a=x, b=x) %}" * 60 + "{{ x }}",
-    "dicts spelled": "{% set x = 'a' %}" + "{% set x = {'a': x, 'b': x} %}" * 60 + "{{ x | tojson }}",
-    "lists in batches": "{% set x = ['a'] %}"
-    + "{% set x = (x | batch(9) | list) * 2 %}" * 60
-    + "{{ x | string | length }}",
-    "namespaces in namespaces": "{% set x = 'a' %}" + "{% set x = namespace(a=x, b=x) %}" * 60 + "{{ x }}",
-    "a cycle": "{% set ns = namespace(x=1) %}{% set ns.x = [ns, ns] %}{{ ns.x }}",
-    "lipsum": "{{ lipsum(n=10**9) }}",
-    "range": "{{ range(10**10) | list }}",
-    "slices": BIG + "{% for i in range(99999) %}{% set t = s[1:] %}{% endfor %}",
-    "sort": "{{ ('a'*10000000) | sort | length }}",
-    "unique": BIG + "{{ s | unique | list | length }}",
-    "title": BIG + "{{ s | title | length }}",
-    "max": BIG + "{{ s | max }}",
-    "word wrap": BIG + "{{ s | wordwrap(1) | length }}",
-    "groups": "{{ messages | groupby('role') | list }}",
-    "map of a method": "{{ messages | map('format') | list }}",
-    "a remainder of a client's text": "{{ messages[0].content % 1 }}",
-    "an odd text": "{{ messages[0].content is odd }}",
-    "a divisible text": "{{ messages[0].content is divisibleby 3 }}",
-    "a wide date": "{{ strftime_now('%999999999Y') }}",
-    "a date of a client": "{{ strftime_now(messages[0].content) }}",
-    "joiner": "{% set j = joiner('x' * 100000000) %}{% for i in range(99999) %}{{ j() }}{% endfor %}",
-    "a namespace that grows by turns": (
-        "{% set ns = namespace(x='a') %}{% for m in messages %}{% set ns.x = ns.x ~ m.content %}{% endfor %}{{ ns.x }}"
-    ),
-    "a namespace in a list": "{% set ns = namespace(x=1) %}{% set y = [ns] %}{{ y[0].x * 9 }}",
-    "a namespace under two names": "{% set a = namespace(x='a') %}{% set b = a %}{% set b.x = b.x + a.x %}{{ a.x }}",
-    "a renamed function": "{% set namespace = messages[0].content.format %}{{ namespace(x=1) }}",
-    "a method by its name": "{{ messages[0].content['format'](1) }}",
-    "many tojson": "{{ messages | tojson }}" * 2000,
-    "many doubles": "{% set x = messages[0].content %}" + "{% set x = x + x %}" * 14 + "{{ x }}",
-    "replaced by more": "{{ messages[0].content.replace('', 'a' * 999).replace('a', 'b' * 999) }}",
-    "replaced by constants": "{{ messages[0].content.replace('', '"
-    + "b" * 999
-    + "').replace('b', '"
-    + "b" * 999
-    + "') }}",
-    "joined by a long text": "{{ messages[0].content | join('" + "b" * 3000 + "') }}",
-    "texts of lists": "{{ messages" + " | string | list" * 9 + " }}",
-    "a long sum": "{{ " + " + ".join(["messages[0].content"] * 99) + " }}",
-    "sums of sums": "{% set x = messages[0].content.replace('', 'ab') %}{{ " + " ~ ".join(["x"] * 99) + " }}",
-    "a loop of the client's": "{{ loop.index % 5 }}",
-    "a loop of the client's, behind one": "{% for m in messages %}{% else %}{{ loop.index % 5 }}{% endfor %}",
-    "a variable that grows in steps": "{% set x = messages[0].content + 'a' %}{% set x = x + x %}{{ x }}",
-    "a list of sums": "{% for x in [messages[0].content + 'a'] %}{{ x | upper | lower }}{% endfor %}",
-    "a long search": "{% set x = messages[0].content ~ 'a' %}{{ x in messages[1].content }}",
 }
 
 
@@ -189,31 +81,23 @@ def render(template: ChatTemplate, messages: list[dict[str, Any]] = MESSAGES) ->
     return template.render(messages, **HOW)
 
 
-@pytest.mark.parametrize("name", list(ENDLESS))
-def test_what_may_have_no_end_is_not_rendered_here(name: str) -> None:
-    """Compiling such a template computes nothing either, however large its constants are."""
-    assert made(ENDLESS[name])._template is None
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing with a loop is rendered here."""
+    monkeypatch.setattr(chat_template, "_HERE_S", -1.0)
 
 
-@pytest.mark.parametrize("source", ["", "plain", PLAIN, "{% for m in messages %}{{ m.content }}{% endfor %}"])
-def test_what_has_a_bound_is_rendered_here(source: str) -> None:
+@pytest.mark.parametrize("name", list(LONG))
+def test_what_takes_long_is_not_rendered_here(name: str) -> None:
+    assert not isinstance(made(LONG[name]).begin(MESSAGES, **HOW), str)
+
+
+@pytest.mark.parametrize("source", ["", "plain", PLAIN, USUAL, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_what_is_short_is_rendered_here(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_HERE_S", 100.0)
     template = made(source)
     assert isinstance(template.begin(MESSAGES, **HOW), str)
     assert template._child.pid is None
-
-
-def test_the_bound_counts_special_tokens() -> None:
-    tree = make_environment({}).parse("{{ bos_token }}")
-    assert is_simple(tree, {"bos_token": "<s>"})
-    assert not is_simple(tree, {"bos_token": "s" * 100_000})
-
-
-def test_a_made_variable_of_a_loop_is_made_of_parts_in_each_turn() -> None:
-    """The rule relies on jinja's scopes: what a turn sets, the next does not see."""
-    source = "{% set x = 'ab' %}{% for m in messages %}{{ x }}{% set x = m.role + m.role %}{% endfor %}"
-    template = made(source)
-    assert template._template is not None
-    assert render(template, MESSAGES * 5) == "ab" * 10
 
 
 @pytest.mark.parametrize(
@@ -226,9 +110,10 @@ def test_a_made_variable_of_a_loop_is_made_of_parts_in_each_turn() -> None:
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
+@pytest.mark.usefixtures("beside")
 def test_each_kind_ends_with_one_sentence_and_the_next_is_rendered(source: str) -> None:
-    """Time, time in one call of C, memory, a long prompt, recursion."""
-    template = made("{% if messages[0].content == 'go' %}" + source + "{% endif %}fine")
+    """Time, time in one call of C, memory, a long prompt, recursion, all in the process."""
+    template = made("{% for m in messages[:1] %}{% if m.content == 'go' %}" + source + "{% endif %}{% endfor %}fine")
     try:
         with pytest.raises(InvalidRequestError, match="chat template") as caught:
             render(template, [{"role": "user", "content": "go"}])
@@ -238,9 +123,15 @@ def test_each_kind_ends_with_one_sentence_and_the_next_is_rendered(source: str) 
         template.close()
 
 
+def test_a_macro_that_calls_itself_is_refused_here() -> None:
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        render(made("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"))
+
+
+@pytest.mark.usefixtures("beside")
 def test_a_process_that_was_killed_is_not_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = made("{{ range(3) | list }}")
-    assert render(template) == "[0, 1, 2]"
+    template = made("{% for i in range(3) %}{{ i }}{% endfor %}")
+    assert render(template) == "012"
     ask = template._child.ask
 
     def killed(question: list[bytearray]) -> list[bytearray]:
@@ -257,7 +148,7 @@ def test_a_process_that_was_killed_is_not_the_requests_fault(monkeypatch: pytest
     with pytest.raises(OverloadedError):
         render(template)
     monkeypatch.undo()
-    assert render(template) == "[0, 1, 2]"
+    assert render(template) == "012"
     template.close()
 
 
@@ -278,7 +169,6 @@ def test_every_loop_checks_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "_HERE_S", -1.0)
     for loop in ("for m in messages", "for m in messages if false", "for a, b in messages[0].items()"):
         template = made("{% " + loop + " %}{% endfor %}")
-        assert template._template is not None
         assert not isinstance(template.begin(MESSAGES, **HOW), str)
 
 
@@ -319,7 +209,7 @@ CONVERSATIONS = {
 
 @pytest.mark.parametrize("source", [PLAIN, USUAL], ids=["plain", "usual"])
 @pytest.mark.parametrize("name", list(CONVERSATIONS))
-def test_what_templates_do_is_what_jinja_does(name: str, source: str) -> None:
+def test_what_templates_do_is_what_jinja_does(name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -332,10 +222,10 @@ def test_what_templates_do_is_what_jinja_does(name: str, source: str) -> None:
         "bos_token": "<s>",
         "add_generation_prompt": True,
     }
+    monkeypatch.setattr(chat_template, "_HERE_S", 100.0)
     template = made(source)
     assert render(template, messages) == environment.from_string(source).render(variables)
-    assert (template._template is not None) == (source is PLAIN)
-    assert (template._child.pid is None) == (source is PLAIN and name != "long")
+    assert (template._child.pid is None) == (name != "long")
     template.close()
 
 
