@@ -194,7 +194,7 @@ def test_blocks_add_up_to_the_pool(engine: Engine) -> None:
 def test_histograms_are_cumulative_and_complete(engine: Engine) -> None:
     families = scrape(Metrics(compat_vllm=False).add_model("tiny", engine))
     histograms = [metric for metric in METRICS if metric.kind.name == "HISTOGRAM"]
-    assert len(histograms) == 14
+    assert len(histograms) == 13
     for metric in histograms:
         stats = metric.read(engine.stats)
         assert isinstance(stats, Histogram)
