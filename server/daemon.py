@@ -3,7 +3,7 @@
 First signal: new requests are refused while open ones may finish within the shutdown timeout; then they are aborted.
 Second signal: they are aborted immediately. Third: the process exits. An engine that dies has already ended its streams; the
 process follows with exit status 1. If the engine hangs, the event loop ends every open answer itself, and the process exits
-with status 1 without waiting for it. SIGUSR1 logs the engine's state; SIGHUP reads the tenants and the certificate again.
+with status 1 without waiting for it. SIGHUP reads the tenants and the certificate again.
 Main thread, on the event loop.
 """
 
@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -29,7 +28,6 @@ from server.answers.models import Models
 from server.batches.worker import BatchService
 from server.http.connection import Connection
 from server.settings.tls import Tls
-from server.state_log import log_state
 from server.tenancy.tenancy import Tenancy, read_tenants
 
 log = logging.getLogger("quire.serve")
@@ -86,7 +84,6 @@ class Daemon(uvicorn.Server):
         self._batches: BatchService | None = parts.batches
         self._tenancy: Tenancy = parts.tenancy
         self._tenants, self._api_keys = parts.config.tenants, parts.config.api_keys
-        self._write_state = partial(log_state, parts.models, parts.request_log)
         self._tls = tls
         self._timeout_s = shutdown_timeout_s
         self._num_signals = 0
@@ -99,7 +96,6 @@ class Daemon(uvicorn.Server):
         self._tasks.append(self._loop.create_task(self._watch()))
         if self._tenants is not None or self._tls is not None:
             self._loop.add_signal_handler(signal.SIGHUP, self._reread)
-        self._loop.add_signal_handler(signal.SIGUSR1, self._log_state)
         try:
             await super().serve(sockets)
             if self._models.is_abandoned:
@@ -133,11 +129,6 @@ class Daemon(uvicorn.Server):
         else:
             log.error("%s for the third time: exiting immediately", name)
             os._exit(1)
-
-    def _log_state(self) -> None:
-        """Log the state of the engine and of every thread, as one record."""
-        self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(self._loop.create_task(self._write_state()))
 
     def _reread(self) -> None:
         """Read the tenants and the certificate again."""

@@ -25,7 +25,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message; the message contains the extras, except mappings, which follow it as indented JSON."""
+    """Time, level, message; the message contains the extras."""
 
     def __init__(self, *, tracebacks: bool) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
@@ -38,13 +38,11 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one line, followed by the traceback at --log-level debug."""
-        tables = [value for name, value in vars(record).items() if name not in _STANDARD and isinstance(value, dict)]
-        details = "".join("\n" + json.dumps(table, indent=2, default=str, ensure_ascii=False) for table in tables)
         if self._tracebacks or not record.exc_info:
-            return super().format(record) + details
+            return super().format(record)
         record.exc_text = None
         plain = logging.makeLogRecord({**vars(record), "exc_info": None})
-        return super().format(plain) + printable(_exception_in_short(record)) + details
+        return super().format(plain) + printable(_exception_in_short(record))
 
 
 class JsonFormatter(logging.Formatter):

@@ -104,10 +104,6 @@ class RequestLog:
         bare = next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), name)
         return self._records.get((owner, name)) or self._records.get((owner, bare))
 
-    def open_ids(self) -> dict[str, str]:
-        """Return the `x-request-id` of each open request by its ids in the engine."""
-        return {engine_id: record.request_id for record in self._open() for engine_id in record.engine_ids}
-
     def latest(self, owner: str) -> list[RequestRecord | HttpAnswered]:
         """Return the last requests that an owner may see, newest first; the operator sees all."""
         is_operator = owner == DEFAULT
