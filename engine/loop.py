@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.arbiter import Arbiter
 from engine.control import Control
-from engine.core.budget import Beside
+from engine.core.budget import SHARE, Beside
 from engine.core.errors import (
     CopyError,
     DeviceLostError,
@@ -55,6 +55,8 @@ log = logging.getLogger("quire.engine")
 T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
+_GROWTH = 1.05  # of what a step of decodes is thought to take, at most, from one to the next
+_BESIDE = 1.8  # times a step of decodes, with work on an image: what varies makes it twice as long at times
 _PIECE_S = 0.02  # of the work on an image, where no step runs: a message waits no longer
 
 
@@ -107,7 +109,7 @@ class Engine:
         self._vision = vision
         if vision is not None:
             scheduler.missing.has = vision.has
-        self._step_s = 0.0  # of the last step
+        self._image_s = 0.0  # for work on an image behind the last step; 0 if none ran
         self._offload = Offload(scheduler, runner, transports, clock) if transports else None
         self._depth = depth
         self._kv_events = kv_events
@@ -119,7 +121,7 @@ class Engine:
         self._arbiter = arbiter or Arbiter()
         self.share, self.used_s = share, 0.0
         self._beside: Beside | None = None
-        self._decode_s = 0.0  # of the last step with decodes alone; 0 if the last step had none
+        self._decode_s = 0.0  # of steps with decodes alone; 0 if the last step had none
         self._inbox = Inbox(self._arbiter.changed)
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self._control = Control(self, self._resources)
@@ -299,8 +301,7 @@ class Engine:
             self._roll_back(error, events)
         self._tell(events)
         if self._vision is not None and (digests := self._scheduler.missing.digests):
-            # Streams then wait for the next step no longer than twice as long as without.
-            self._vision.advance(list(digests), self._step_s or _PIECE_S)
+            self._vision.advance(list(digests), self._image_s or _PIECE_S)
         if self._offload is not None:
             self._offload.exchange()
         if self._contents is not None:
@@ -309,7 +310,7 @@ class Engine:
     def _step(self, events: StepEvents) -> None:
         """Launch a step, commit the oldest."""
         events.entries += self._scheduler.drop_hopeless(self.clock())
-        plan, self._step_s = self._scheduler.plan(self.clock()), 0.0
+        plan, self._image_s = self._scheduler.plan(self.clock()), 0.0
         if plan is not None:
             if self._contents is not None:
                 self._contents.flush()  # blocks are lost before they are written again
@@ -393,14 +394,23 @@ class Engine:
         # With overlap a step begins, as far as the device goes, when the one before it ends.
         seconds = now - max(begun_s, self.stats.last_step_s)
         self.stats.step_s.observe(seconds)
-        self._step_s = seconds
         if not (plan.slots and plan.chunks):
-            self._decode_s = seconds if plan.slots else 0.0
+            # The least of late: others that take cores for a moment make a step longer.
+            self._decode_s = min(seconds, _GROWTH * self._decode_s or seconds) if plan.slots else 0.0
+        self._image_s = self._beside_s(plan, seconds) if plan.slots else seconds
         if seconds > 0:
             rate, memory = plan.num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0
             self.stats.tokens_per_s = memory * self.stats.tokens_per_s + (1 - memory) * rate
         self.stats.last_step_s = self._progress_s = now
         return self._scheduler.commit(plan, result, now)
+
+    def _beside_s(self, plan: StepPlan, seconds: float) -> float:
+        """Return how long to work on an image behind a step, so that streams wait at most twice as long for the next one.
+
+        Behind a step that prompts make longer, it has the share of a long prompt.
+        """
+        least_s = SHARE * (seconds if plan.chunks else self._decode_s)
+        return max(_BESIDE * self._decode_s - seconds, least_s)
 
     def _count_leaks(self) -> None:
         """Count, without work, what is held all the same. A leak is a bug, but no reason to stop serving."""

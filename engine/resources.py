@@ -56,3 +56,7 @@ class EngineResources:
     def find(self, name: Name) -> Any:
         """Return the weights of an adapter, a grammar or an image that a request holds."""
         return next(found for each in self._held[name] if (found := each()) is not None)
+
+    def has(self, name: Name) -> bool:
+        """Return whether a request holds that."""
+        return any(each() is not None for each in self._held.get(name, ()))

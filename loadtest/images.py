@@ -3,8 +3,8 @@
     python -m loadtest images http://127.0.0.1:8001 http://127.0.0.1:8002 --rounds 3 --beside 60
 
 Each round drives every server once: a new image, two more questions about it, a text as long as the first; then clients
-that ask about an image of their own. With `--beside`, streams of text run alone, and while a new image of a megapixel arrives
-each second. No image comes twice, so that nothing is cached but what was asked about before.
+that ask about an image of their own. With `--beside`, streams of text run alone, and while new images of a megapixel arrive,
+one each second unless `--every` says otherwise. No image comes twice, so that nothing is cached but what was asked about before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from io import BytesIO
-from math import nan
+from math import ceil, nan
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from loadtest.arguments import not_negative, positive_int
+from loadtest.arguments import not_negative, positive_float, positive_int
 from loadtest.beside import split_gaps
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.output import print_table, save_json
@@ -45,10 +45,10 @@ class Figures(NamedTuple):
     again_50_s: float
     tokens_per_s: float  # of clients with four questions each about their image
     gap_p99_s: float = nan  # of streams alone
-    gap_p99_beside_s: float = nan  # with a new image each second
+    gap_p99_beside_s: float = nan  # with new images
     large_s: float = nan  # the first token about an image of a megapixel, alone
-    large_beside_s: float = nan  # the first of those beside streams
-    num_beside: float = nan  # of those that were answered in time
+    large_beside_s: float = nan  # the median of those that were answered beside streams
+    num_beside: float = nan  # of those
 
 
 class Drive:
@@ -58,7 +58,7 @@ class Drive:
         self._client, self._model, self._side = Client(Target.parse(url)), model, side
         self._rng = random.Random(seed)
 
-    async def measure(self, beside_s: float) -> Figures:
+    async def measure(self, beside_s: float, every_s: float) -> Figures:
         """Drive one round."""
         try:
             await self._ask(self._image(self._side), 5, 1)  # a warm-up
@@ -71,7 +71,7 @@ class Drive:
             seconds = time.perf_counter() - begun
             first_s, text_s, again_10_s, again_50_s = [_ttft(outcome) for outcome in (first, text, *again)]
             figures = Figures(first_s, text_s, again_10_s, again_50_s, sum(answered) / seconds)
-            return figures._replace(**await self._beside(beside_s)) if beside_s else figures
+            return figures._replace(**await self._beside(beside_s, every_s)) if beside_s else figures
         finally:
             self._client.close()
 
@@ -81,29 +81,32 @@ class Drive:
         outcomes = [await self._ask(image, 20, _ANSWER) for _ in range(_QUESTIONS)]
         return sum(outcome.completion_tokens or 0 for outcome in outcomes)
 
-    async def _beside(self, seconds: float) -> dict[str, float]:
-        """Run streams alone, and beside images that arrive each second."""
+    async def _beside(self, seconds: float, every_s: float) -> dict[str, float]:
+        """Run streams alone, and beside images that arrive."""
         large = _ttft(await self._ask(self._image(_LARGE), 10, 1))
+        arriving = [self._image(_LARGE) for _ in range(ceil(seconds / every_s))]  # now, as that takes time of a core
         streams = [Outcome(time.perf_counter()) for _ in range(_CLIENTS)]
         tasks = [asyncio.ensure_future(self._ask(None, 30, _STREAM_ANSWER, outcome)) for outcome in streams]
         await asyncio.sleep(_BEGIN_S)
         begun = time.perf_counter()
         await asyncio.sleep(_ALONE_S)
         sent, outcomes = time.perf_counter(), list[Outcome]()
-        while (now := time.perf_counter()) < sent + seconds:
-            outcomes.append(Outcome(now))
-            tasks.append(asyncio.ensure_future(self._ask(self._image(_LARGE), 10, 1, outcomes[-1])))
-            await asyncio.sleep(max(now + 1 - time.perf_counter(), 0))
+        for number, image in enumerate(arriving, 1):
+            outcomes.append(Outcome(time.perf_counter()))
+            tasks.append(asyncio.ensure_future(self._ask(image, 10, 1, outcomes[-1])))
+            await asyncio.sleep(sent + min(number * every_s, seconds) - time.perf_counter())
+        now = time.perf_counter()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         alone, beside = split_gaps([outcome.chunks for outcome in streams], begun, sent, now)
+        answered = [_ttft(outcome) for outcome in outcomes if outcome.chunks]
         return {
             "gap_p99_s": percentile(sorted(alone), 0.99),
             "gap_p99_beside_s": percentile(sorted(beside), 0.99),
             "large_s": large,
-            "large_beside_s": next((_ttft(outcome) for outcome in outcomes if outcome.chunks), nan),
-            "num_beside": sum(bool(outcome.chunks) for outcome in outcomes),
+            "large_beside_s": median(answered) if answered else nan,
+            "num_beside": len(answered),
         }
 
     async def _ask(self, url: str | None, num_words: int, num_tokens: int, outcome: Outcome | None = None) -> Outcome:
@@ -145,6 +148,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--beside", type=not_negative, default=0, metavar="S", help="how long images arrive beside streams; default 0"
     )
+    parser.add_argument(
+        "--every", type=positive_float, default=1.0, metavar="S", help="between two of them; default %(default)s"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
 
 
@@ -154,14 +160,19 @@ def run(options: argparse.Namespace) -> int:
     for number in range(options.rounds):
         for url, measured in rounds.items():
             drive = Drive(url, options.model, options.side, number)
-            measured.append(asyncio.run(drive.measure(options.beside)))
+            measured.append(asyncio.run(drive.measure(options.beside, options.every)))
     print_table(("figure", *rounds), _rows(list(rounds.values())))
     save_json(options.json, {url: [each._asdict() for each in measured] for url, measured in rounds.items()})
     return 0
 
 
 def _rows(rounds: Sequence[Sequence[Figures]]) -> list[tuple[str, ...]]:
-    ratios = (("again_10_s", "first_s"), ("again_50_s", "first_s"), ("gap_p99_beside_s", "gap_p99_s"))
+    ratios = (
+        ("again_10_s", "first_s"),
+        ("again_50_s", "first_s"),
+        ("gap_p99_beside_s", "gap_p99_s"),
+        ("large_beside_s", "large_s"),
+    )
 
     def row(title: str, figure: Callable[[Figures], float]) -> tuple[str, ...]:
         return title, *[f"{median(map(figure, measured)):.3g}" for measured in rounds]

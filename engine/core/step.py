@@ -233,6 +233,10 @@ class Resources(Protocol):
         """Return the weights of an adapter, a grammar, or an image."""
         ...
 
+    def has(self, name: Name) -> bool:
+        """Return whether a request holds that."""
+        ...
+
 
 class Runner(Protocol):
     """Computes steps. Called by the engine thread only."""

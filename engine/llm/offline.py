@@ -119,12 +119,14 @@ class LLM(VectorMethods):
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
             )
-            self._pictures = None
+            self._pictures: Pictures | None = None
             if built.facts.takes_images:
                 from engine.llm.pictures import Pictures  # and transformers' part for images
+                from engine.text.images.preprocessor import ImagePreprocessor
 
                 wishes = mm_processor_kwargs, limit_mm_per_prompt, config.mmproj
-                self._pictures = Pictures.of(Path(config.model), text, *wishes, folder=allowed_local_media_path)
+                if (preprocessor := ImagePreprocessor.of(Path(config.model), text, *wishes)) is not None:
+                    self._pictures = Pictures(preprocessor, allowed_local_media_path)
             undo.pop_all()
         self._engine = built
         self._tokenizer = text

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from engine.core.kv.prefix_cache import chain_root
 from engine.text.fields.chat import ImageSource
 from engine.text.images.decoder import ImageDecoder
 from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage
 from engine.text.images.sources import LocalSources
-from engine.text.tokenizer import TextTokenizer
 
 
 class Pictures:
@@ -21,21 +19,6 @@ class Pictures:
         """`folder` is that of allowed_local_media_path, for file:/// in conversations."""
         self.preprocessor, self._decoder = preprocessor, ImageDecoder()
         self._local = LocalSources(None if folder is None else Path(folder))
-
-    @classmethod
-    def of(
-        cls,
-        model: Path,
-        tokenizer: TextTokenizer,
-        options: Mapping[str, Any] | None,
-        limits: Mapping[str, Any] | None,
-        mmproj: str | None,
-        *,
-        folder: str | None,
-    ) -> Pictures | None:
-        """Return what reads the images of a model; None if it has no image processor that can be used."""
-        preprocessor = ImagePreprocessor.of(model, tokenizer, options, limits, mmproj)
-        return None if preprocessor is None else cls(preprocessor, folder)
 
     def read(self, sources: Sequence[ImageSource], param: str, cache_salt: str = "") -> list[PreparedImage]:
         """Return the images of a prompt. Raises InvalidRequestError."""

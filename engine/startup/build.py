@@ -227,7 +227,7 @@ def _build(
     with _weights_in(memory):
         model = load_model(config, device, dtype, report, SINGLE if executor is None else executor.meet(device))
     tower = load_vision(config, model, device, report)
-    num_threads = share_threads(executor.num_threads if executor else config.num_threads, model)
+    share_threads(executor.num_threads if executor else config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     captures = _captures(config, model, device) and (speculation is None or speculation.head is None)
     if content is not None:
@@ -240,7 +240,7 @@ def _build(
     more_bytes = adapter_bytes if tower is None else adapter_bytes + config.image_cache_memory
     settings = _fit_pool(parts, settings, _pool_budget(parts, settings, more_bytes))
     runner = parts.make_runner(settings)
-    vision = None if tower is None else runner.take_images(tower, config.image_cache_memory, num_threads)
+    vision = None if tower is None else runner.take_images(tower, config.image_cache_memory)
     report(Progress("warm_up", f"on {device.type}"))
     (_warm_up_cuda if device.type == "cuda" else _warm_up_cpu)(parts, runner, settings)
     settings, tiers = open_tiers(runner, config, settings, model.dtype, report, content)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -30,6 +32,12 @@ def on_thread(name: str, call: Callable[[], T]) -> Future[T]:
     outcome.set_running_or_notify_cancel()
     threading.Thread(target=settle, args=(outcome, call), name=name, daemon=True).start()
     return outcome
+
+
+def step_back() -> None:
+    """Let other threads go before this one for good."""
+    if sys.platform == "linux":  # elsewhere it would be all threads of the process
+        os.nice(19)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from engine.core.errors import OverloadedError
 from engine.core.kv.prefix_cache import chain_root
+from engine.system.calls import step_back
 from engine.text.fields.chat import Conversation, ImageSource
 from engine.text.images.decoder import ImageDecoder
 from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage
@@ -44,7 +45,7 @@ class ImageReader:
         self._preprocessor, self._decoder = preprocessor, ImageDecoder()
         self._local, self._fetcher = LocalSources(config.allowed_local_media_path), MediaFetcher(config)
         self._fetches = WeakValueDictionary[str, asyncio.Semaphore]()  # by caller
-        self._worker = Worker("quire-images")
+        self._worker = Worker("quire-images", step_back)
         self._current: Event | None = None  # set when the client of the image that is worked on has left
         self._held = HeldBytes(MAX_HELD_BYTES)
 

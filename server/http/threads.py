@@ -31,8 +31,9 @@ Result = TypeVar("Result")
 class Worker:
     """A thread that runs functions one after another, its callers in rotation."""
 
-    def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, name)
+    def __init__(self, name: str, set_up: Callable[[], object] | None = None) -> None:
+        """`set_up` is called on the thread first."""
+        self._thread = ThreadPoolExecutor(1, name, set_up)
         self._lock = threading.Lock()
         self._waiting: Rotation[tuple[Future[Any], Callable[[], Any]]] = Rotation()
 

@@ -89,6 +89,9 @@ class Named:
     def find(self, name: Name) -> Any:
         return self.found[name]
 
+    def has(self, name: Name) -> bool:
+        return name in self.found
+
 
 NAMED = Named()
 

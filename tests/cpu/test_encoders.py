@@ -176,7 +176,7 @@ def test_a_pass_may_pause_between_operations(tmp_path: Path) -> None:
             scheduler.add(request)
             return engine._runner.run(scheduler.plan(0.0)).wait().pooled
 
-        pieces, num_pauses = Pieces(compute, 1), 0
+        pieces, num_pauses = Pieces(compute), 0
         while not pieces.advance(0.0):
             num_pauses += 1
         assert num_pauses > 3

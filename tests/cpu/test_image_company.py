@@ -44,6 +44,7 @@ from tests.cpu import test_image_prompts as prompts
 from tests.cpu import test_images as images
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
 from tests.cpu.model_driver import CPU, make_runner, serve, settings, state_blocks
+from tests.cpu.test_constraint import StepGrammar, follows
 from tests.cpu.test_disk_store import engine_on
 from tests.cpu.test_handover_bits import daemon
 from tests.cpu.test_images import PLACE, PROMPTS, SQUARES, Theirs, Vision, ask, runner_of, said
@@ -118,7 +119,7 @@ def test_a_head_drafts_behind_images(folder: Path, tmp_path: Path) -> None:
     size = state_blocks(model, 4)
     config = settings(num_blocks=300, state_blocks=size, num_speculative_tokens=3, max_num_batched_tokens=9)
     runner, scheduler = make_runner(model, config, head=head), Scheduler(config)
-    runner.take_images(found.tower, 1 << 20, num_threads=2)
+    runner.take_images(found.tower, 1 << 20)
     asked = [ask(f"{i}", ids, **FIELDS) for i, (ids, _) in enumerate(PROMPTS)]
     served = serve(model, config, asked, runner=runner, scheduler=scheduler, apart=3)
     assert scheduler.stats.spec_draft_tokens > 10
@@ -199,7 +200,7 @@ def test_a_row_that_ends_within_an_image_keeps_nothing(folder: Path) -> None:
         return vectors
 
     runner, scheduler = make_runner(found.model, config), Scheduler(config)
-    vectors = runner.take_images(embed, 1, num_threads=2)
+    vectors = runner.take_images(embed, 1)
     scheduler.add(ask("a", PROMPTS[0][0]))
     plan = scheduler.plan(0.0)
     assert plan is not None
@@ -379,22 +380,70 @@ def test_a_recording_replays_what_waited_for_a_tower(
     assert replayed.num_requests == 4
 
 
-def test_a_grammar_rules_an_answer_about_an_image(folder: Path) -> None:
+@contextmanager
+def door(folder: Path) -> Iterator[tuple[Engine, prompts.Theirs, TestClient]]:
+    """An application over an engine of a tiny Qwen3-VL."""
     theirs = prompts.checkpoint(folder, "qwen3_vl")
-    parts = prompts.CONVERSATIONS[1]
-    ids, _ = prompts.answer_of(theirs, parts)
-    letters = theirs.processor.tokenizer.convert_tokens_to_ids(["a", "b", "c"])
-    wanted = prompts.answer_of(theirs, parts, max_new_tokens=8, prefix_allowed_tokens_fn=lambda batch, context: letters)
     name = str(theirs.folder)
     engine = build_engine(EngineConfig(model=name, dtype="float32", **prompts.POOL), lambda progress: None)
     tokenizer = load_tokenizer(name)
     app = AppConfig(model=name, served_model_names=("tiny",), shutdown_timeout_s=0.0)
     application = create_app(engine, tokenizer, app, ImagePreprocessor.of(theirs.folder, tokenizer))
-    content = [prompts.sent(part) for part in parts]
-    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "return_token_ids": True}
     with TestClient(application, base_url="http://127.0.0.1") as http:
+        yield engine, theirs, http
+
+
+def asked_of(http: TestClient, parts: prompts.Parts, **fields: Any) -> tuple[list[int], list[int]]:
+    """The ids of a prompt and of its answer."""
+    content = [prompts.sent(part) for part in parts]
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "return_token_ids": True, **fields}
+    given = http.post("/v1/chat/completions", json=body).json()
+    return given["prompt_token_ids"], given["choices"][0]["token_ids"]
+
+
+def test_a_conversation_that_is_edited_finds_no_more_than_is_equal(folder: Path) -> None:
+    """Images of one size change places, come again, and stand behind another text, beside what is cached of them."""
+    one, other = prompts.picture(7, 60, 40), prompts.picture(8, 60, 40)
+    edits: list[prompts.Parts] = [
+        [one, "What?", other, "And that?"],
+        [other, "What?", one, "And that?"],
+        [one, "Who??", other, "And that?"],
+        [one, "What?", one, "And that?"],
+        [one, "What?", "And that?", other],
+        ["And", one, "What?", other, "And that?"],
+        [one, "What?", other, "And that?"],
+    ]
+    with door(folder) as (engine, theirs, http):
+        for parts in edits:
+            assert asked_of(http, parts, max_tokens=16) == prompts.answer_of(theirs, parts)
+        assert engine.stats.prefix_hit_tokens > 100
+
+
+def test_preempted_answers_follow_their_grammars_behind_images(folder: Path) -> None:
+    """In a pool for some of them, each goes on at its image's positions, in the state of its grammar."""
+    found, grammar = images.vision(folder, "Qwen3VLConfig"), StepGrammar(length=14, vocab_size=128)
+    fields: dict[str, Any] = {**FIELDS, "max_tokens": 14, "grammar": grammar}
+    roomy = settings(num_blocks=300)
+    lives, num_preemptions = [], []
+    for config in (roomy, replace(roomy, num_blocks=22)):
+        scheduler = Scheduler(config)
+        asked = [ask(f"{i}", ids, **fields) for i, (ids, _) in enumerate(PROMPTS)]
+        served = serve(found.model, config, asked, runner=runner_of(found, config), scheduler=scheduler, apart=1)
+        assert all(follows(ids, grammar) for ids in served.ids.values())
+        lives.append(said(served))
+        num_preemptions.append(scheduler.stats.preemptions)
+    assert lives[0] == lives[1]
+    assert num_preemptions[0] == 0 < num_preemptions[1]
+
+
+def test_a_grammar_rules_an_answer_about_an_image(folder: Path) -> None:
+    with door(folder) as (_, theirs, http):
+        parts = prompts.CONVERSATIONS[1]
+        letters = theirs.processor.tokenizer.convert_tokens_to_ids(["a", "b", "c"])
+        wanted = prompts.answer_of(
+            theirs, parts, max_new_tokens=8, prefix_allowed_tokens_fn=lambda batch, context: letters
+        )
         for _ in range(2):
-            ruled = {**body, "structured_outputs": {"regex": "[abc]{8}"}}
-            given = http.post("/v1/chat/completions", json=ruled).json()
-            assert (given["prompt_token_ids"], given["choices"][0]["token_ids"][:8]) == (ids, wanted[1])
-            assert given["choices"][0]["finish_reason"] == "stop"
+            ids, answer = asked_of(http, parts, structured_outputs={"regex": "[abc]{8}"})
+            assert (ids, answer[:8]) == wanted
+            assert len(answer) <= 9, "nothing but an end comes then"

@@ -447,14 +447,15 @@ def sent(part: str | Pillow.Image) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-CONVERSATIONS: list[list[str | Pillow.Image]] = [
+Parts = list[str | Pillow.Image]
+CONVERSATIONS: list[Parts] = [
     [picture(1, 60, 40), "What?"],
     ["See", picture(2, 33, 70), "and", picture(3, 120, 90), "which is larger?"],
     [picture(1, 60, 40), "What?"],
 ]
 
 
-def answer_of(theirs: Theirs, parts: list[str | Pillow.Image], **fields: Any) -> tuple[list[int], list[int]]:
+def answer_of(theirs: Theirs, parts: Parts, **fields: Any) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its answer, by transformers; `fields` are of `generate`."""
     _, processor, model, _ = theirs
     words = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]

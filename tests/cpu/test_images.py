@@ -383,7 +383,7 @@ class Theirs:
 
 def runner_of(found: Vision, config: SchedulerConfig) -> ModelRunner:
     runner = make_runner(found.model, config)
-    runner.take_images(found.tower, 1 << 20, num_threads=2)
+    runner.take_images(found.tower, 1 << 20)
     return runner
 
 
@@ -415,7 +415,7 @@ def test_images_that_attend_both_ways_are_computed_whole(
     groups = group_layers(found.model.states, torch.float32, 256)
     config = settings(max_num_batched_tokens=18, num_blocks=60, windows=groups.windows, has_full=groups.has_full)
     runner = make_runner(found.model, config, "auto" if is_native else "torch")
-    runner.take_images(found.tower, 1 << 20, num_threads=2)
+    runner.take_images(found.tower, 1 << 20)
     texts = [ids for ids, _ in SQUARES]
     assert largest_difference(found.model, Theirs(found.theirs), texts, config, ask=ask, runner=runner) < 1e-4
 
@@ -473,7 +473,7 @@ def test_a_gpu_says_what_a_cpu_says(name: str, folder: Path) -> None:
 
     def answers(device: torch.device, model: Decoder) -> dict[tuple[str, int], list[int]]:
         runner = make_runner(model, config, "torch", device=device)
-        runner.take_images(lambda image: made[image.digest].to(device), 1 << 20, num_threads=1)
+        runner.take_images(lambda image: made[image.digest].to(device), 1 << 20)
         asked = [ask(f"{i}", ids, max_tokens=4) for i, (ids, _) in enumerate(prompts)]
         return serve(model, config, asked, depth=1, apart=1, runner=runner).ids
 
@@ -543,7 +543,9 @@ def expected(found: Vision, index: int, **fields: Any) -> list[list[int]]:
     return [answer[len(ids) :].tolist() for answer in answers]
 
 
-def test_vectors_are_kept_up_to_a_limit_and_work_for_nobody_is_left(folder: Path) -> None:
+def test_vectors_are_kept_up_to_a_limit_and_work_for_nobody_is_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tower, made = vision(folder, "Qwen3VLConfig").tower, list[bytes]()
 
     def embed(image: Image) -> torch.Tensor:
@@ -551,8 +553,12 @@ def test_vectors_are_kept_up_to_a_limit_and_work_for_nobody_is_left(folder: Path
         return tower(image)
 
     size = tower(SMALL).nbytes
-    vectors = ImageVectors(embed, 5 * size, NAMED.find, num_threads=1)
+    vectors = ImageVectors(embed, 5 * size, NAMED)
     vectors.advance([LARGE.digest], 0.0)
+    with monkeypatch.context() as left:
+        left.delitem(NAMED.found, LARGE.digest)
+        vectors.advance([SMALL.digest, WIDE.digest], 0.0)
+    vectors.advance([LARGE.digest], 0.0)  # a plan that did not come to the first goes on with it
     vectors.advance([SMALL.digest, WIDE.digest], 60.0)
     assert [vectors.has(image.digest) for image in (LARGE, SMALL, WIDE)] == [False, True, False]
     vectors.advance([WIDE.digest], 60.0)
@@ -611,16 +617,28 @@ def test_the_operations_of_a_tower_are_those_of_torch(dtype: torch.dtype) -> Non
 
 
 def test_a_tower_goes_on_between_steps_and_can_be_left(folder: Path) -> None:
-    tower, num_threads, num_turns = vision(folder, "Qwen3VLConfig").tower, torch.get_num_threads(), 1
-    pieces = Pieces(lambda: tower(LARGE), 1)
+    tower, num_turns = vision(folder, "Qwen3VLConfig").tower, 1
+    pieces = Pieces(lambda: tower(LARGE))
     while not pieces.advance(0.0):
         num_turns += 1
     assert num_turns > 50
     assert torch.equal(pieces.result(), tower(LARGE))
-    left = Pieces(lambda: tower(LARGE), 1)
+    left = Pieces(lambda: tower(LARGE))
     assert not left.advance(0.0)
     left.close()
-    assert torch.get_num_threads() == num_threads
+
+
+def test_a_tower_has_the_threads_of_the_process() -> None:
+    """Torch's, which spin, are one beside those of the native library."""
+    usual = torch.get_num_threads()
+    try:
+        for num_threads in (3, 1):
+            torch.set_num_threads(num_threads)
+            pieces = Pieces(torch.get_num_threads)
+            assert pieces.advance(60.0)
+            assert pieces.result() == num_threads
+    finally:
+        torch.set_num_threads(usual)
 
 
 def test_an_engine_is_built_with_its_tower(folder: Path) -> None:

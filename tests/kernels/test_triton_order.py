@@ -73,7 +73,7 @@ def test_graphs_turn_tokens_behind_images(tmp_path: Path) -> None:
         model = test_images.load_on(device, found.path)
         is_device = device.type == "cuda"
         runner = make_runner(model, config, "triton" if is_device else "auto", device=device)
-        runner.take_images(lambda image: made[image.digest].to(device), 1 << 20, num_threads=1)
+        runner.take_images(lambda image: made[image.digest].to(device), 1 << 20)
         if is_device:
             runner.capture(lambda progress: None)
         asked = [test_images.ask(f"{i}", ids, max_tokens=3 + i) for i, (ids, _) in enumerate(prompts)]

@@ -50,10 +50,10 @@ def load_kernels(setting: str, report: ReportProgress) -> None:
     report(Progress("kernels", "torch's own" if library is None else f"native, {library.isa.name.lower()}"))
 
 
-def share_threads(asked: int | None, model: CausalLM) -> int:
-    """Give the cores to one team of threads, and return how many it has.
+def share_threads(asked: int | None, model: CausalLM) -> None:
+    """Give the cores to one team of threads.
 
-    Torch's, which wait by spinning, would slow down the native library's. The team has as many threads as asked for, else one per core, but no more than a container's limit allows.
+    Torch's, which wait by spinning, would slow down the native library's, also between a vision tower's products. The team has as many threads as asked for, else one per core, but no more than a container's limit allows.
     """
     library = native()
     num_threads = asked or min(library.num_threads if library else torch.get_num_threads(), usable_cpus())
@@ -62,4 +62,3 @@ def share_threads(asked: int | None, model: CausalLM) -> int:
         library.use_threads(num_threads)
     if library is not None and model.capabilities.native:
         torch.set_num_threads(1)
-    return num_threads

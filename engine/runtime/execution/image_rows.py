@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -123,8 +124,8 @@ class ImageRows:
 class ImageVectors:
     """The vectors of the images that were used last, in up to so many bytes; a VectorMaker."""
 
-    def __init__(self, tower: Embed, max_bytes: int, find: Callable[[bytes], Image], num_threads: int) -> None:
-        self._tower, self._max_bytes, self._find, self._num_threads = tower, max_bytes, find, num_threads
+    def __init__(self, tower: Embed, max_bytes: int, resources: Resources) -> None:
+        self._tower, self._max_bytes, self._resources = tower, max_bytes, resources
         self._num_bytes = 0
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self._job: tuple[bytes, Pieces[Tensor]] | None = None
@@ -133,11 +134,11 @@ class ImageVectors:
         return digest in self._kept
 
     def advance(self, digests: Sequence[bytes], seconds: float) -> None:
-        if self._job is not None and self._job[0] not in digests:  # no prompt waits for it
+        if self._job is not None and not self._resources.has(self._job[0]):  # who waited for it has left
             self.close()
         if self._job is None:
-            image = self._find(digests[0])
-            self._job = digests[0], Pieces(lambda: self._tower(image), self._num_threads)
+            image = replace(self._resources.find(digests[0]))  # a copy, which no request holds
+            self._job = digests[0], Pieces(lambda: self._tower(image))
         digest, pieces = self._job
         if pieces.advance(seconds):
             self._job = None

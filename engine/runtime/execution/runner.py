@@ -235,12 +235,12 @@ class ModelRunner:
         """Draft from now on where plans have room; steps must then run one at a time."""
         self._drafter = drafter
 
-    def take_images(self, embed: Embed, max_bytes: int, num_threads: int) -> ImageVectors:
+    def take_images(self, embed: Embed, max_bytes: int) -> ImageVectors:
         """Compute prompts with images from now on; `embed` makes their vectors, of which so many bytes are kept."""
         from engine.runtime.execution.image_rows import ImageRows, ImageVectors
 
         assert self._resources is not None, "images are found there"
-        vectors = ImageVectors(embed, max_bytes, self._resources.find, num_threads)
+        vectors = ImageVectors(embed, max_bytes, self._resources)
         self._images = ImageRows(vectors, self._resources, self._device, self._config.max_num_seqs)
         return vectors
 

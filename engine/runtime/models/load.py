@@ -293,7 +293,9 @@ def load_decoder(
         )
         kind = checkpoint.config.text("text_of")
         why = ""
-        if kind in TOWERS and not _attends_as_wanted(config, checkpoint, device):
+        if kind in TOWERS and group.size > 1:
+            why = "; ranks compute no images (--tensor-parallel-size)"
+        elif kind in TOWERS and not _attends_as_wanted(config, checkpoint, device):
             why = "; its images attend both ways, for which this device needs --attention-backend torch"
         report(Progress("text", f"{kind} serves {seen} refused{why}"))
     if not model_config.has_head:

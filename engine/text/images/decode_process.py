@@ -6,10 +6,13 @@ the rows of RGB, or an error. The bytes come from clients, so a fault of a decod
 
 from __future__ import annotations
 
+from contextlib import suppress
 from io import BytesIO
+from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from engine.system.calls import step_back
 from engine.system.child_process import Parts, serve
 
 MAX_PIXELS = 50 << 20  # 8,000 x 6,500, of the largest usual phones
@@ -96,4 +99,7 @@ def _in_rgb(image: Image.Image) -> Image.Image:
 
 if __name__ == "__main__":
     Image.preinit()
+    step_back()
+    with suppress(OSError):  # sessions, of which this process has its own, may have shares in place of processes
+        Path("/proc/self/autogroup").write_text("19", encoding="ascii")
     serve(answer, memory=memory)

@@ -49,16 +49,12 @@ class ImageTokens(NamedTuple):
         return int(self.processor.get(name) or self.config.get(name) or 0)
 
 
-def _no_options(_: ImageTokens) -> Values:
-    return {}
-
-
 class Family(NamedTuple):
     """A family: the text of an image, of which the processor made some arrays."""
 
     spelled: Callable[[ImageTokens, Arrays], str]
     mark: str = ""  # the key of config.json with the id that templates write; without one it is the image's token
-    options: Callable[[ImageTokens], Values] = _no_options  # of every call of the image processor
+    options: Callable[[ImageTokens], Values] = lambda _: {}  # of every call of the image processor
     is_coarse_in_company: bool = False  # each of several images of a prompt is fewer vectors than one alone
 
 
@@ -94,10 +90,6 @@ def _mistral3(tokens: ImageTokens, made: Arrays) -> str:
     return "[IMG_BREAK]".join([tokens.token * columns] * rows) + "[IMG_END]"
 
 
-def _patches_of_mistral3(tokens: ImageTokens) -> Values:
-    return {"patch_size": tokens.side}
-
-
 def _idefics3(tokens: ImageTokens, made: Arrays) -> str:
     """Return tiles in rows, and the whole image behind them."""
     around, tower = "<fake_token_around_image>", tokens.tower
@@ -113,10 +105,6 @@ def _idefics3(tokens: ImageTokens, made: Arrays) -> str:
     return f"{tiles}{chr(10) if tiles else ''}{around}<global-img>{tile}{around}"
 
 
-def _rows_and_columns(_: ImageTokens) -> Values:
-    return {"return_row_col_info": True}
-
-
 def _internvl(tokens: ImageTokens, made: Arrays) -> str:
     """Return tiles, and the whole image behind them."""
     tower = tokens.tower
@@ -124,10 +112,6 @@ def _internvl(tokens: ImageTokens, made: Arrays) -> str:
         (tower["image_size"][0] / tower["patch_size"][0] * tokens.config["downsample_ratio"]) ** 2
     )
     return f"<img>{tokens.token * count * int(made['num_patches'][0])}</img>"
-
-
-def _tiles_of_internvl(_: ImageTokens) -> Values:
-    return {"crop_to_patches": True}
 
 
 def _lfm2_vl(tokens: ImageTokens, made: Arrays) -> str:
@@ -173,7 +157,7 @@ def _shown(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
 
 
 _QWEN = Family(_qwen)
-_IDEFICS = Family(_idefics3, options=_rows_and_columns)
+_IDEFICS = Family(_idefics3, options=lambda _: {"return_row_col_info": True})
 # By the model type of config.json.
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": _QWEN,
@@ -185,10 +169,10 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family(_gemma3, mark="boi_token_index"),
     "gemma4": Family(_gemma4),
     "gemma4_unified": Family(_gemma4),
-    "mistral3": Family(_mistral3, options=_patches_of_mistral3),
+    "mistral3": Family(_mistral3, options=lambda tokens: {"patch_size": tokens.side}),
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
-    "internvl": Family(_internvl, options=_tiles_of_internvl),
+    "internvl": Family(_internvl, options=lambda _: {"crop_to_patches": True}),
     "lfm2_vl": Family(_lfm2_vl),
     "llava_onevision": Family(_llava_onevision, is_coarse_in_company=True),
 }
