@@ -171,7 +171,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _connect(options: argparse.Namespace, program: Values) -> int:
     daemon = find_daemon(options.url, options.model)
-    changes = [change for file in program["files"] if (change := changed(*_edit(file, options, program, daemon)))]
+    paths = [(path_of(program, file, options.file), file) for file in program["files"]]
+    changes = [change for each in paths if (change := changed(*_edit(*each, daemon)))]
     for where, old, new in changes:
         lines = unified_diff(old.splitlines(), new.splitlines(), str(where), str(where), lineterm="")
         _say("\n".join(lines))
@@ -189,11 +190,15 @@ def _connect(options: argparse.Namespace, program: Values) -> int:
     return 0
 
 
-def _edit(file: Values, options: argparse.Namespace, program: Values, daemon: Daemon) -> tuple[Path, Format, Values]:
-    """Return a file of a program, its format, and the values to put into it; further files are beside the first."""
-    folder, path = os.environ.get(program.get("folder", "")), Path(program["files"][0]["path"])
-    path = options.file or (Path(folder) / path.name if folder else path.expanduser())
-    path = path if file is program["files"][0] else path.with_name(file["path"])
+def path_of(program: Values, file: Values, named: Path | None = None) -> Path:
+    """Return where a program looks for a file; if its first is named, further ones are beside that."""
+    variable, usual = program["folder"]
+    folder = Path(os.environ.get(variable) or usual).expanduser() if named is None else named.parent
+    return named if named is not None and file is program["files"][0] else folder / file["path"]
+
+
+def _edit(path: Path, file: Values, daemon: Daemon) -> tuple[Path, Format, Values]:
+    """Return a file, its format, and the values to put into it."""
     first = {} if path.exists() else file.get("defaults", {})
     return path, FORMATS[file["format"]], {**first, **daemon.fill(file["values"])}
 

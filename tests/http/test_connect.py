@@ -27,7 +27,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing outside a folder of the test is read or written."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", KEY):
+    for name in (KEY, *(each["folder"][0] for each in PROGRAMS.values() if each["folder"][0])):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -48,7 +48,7 @@ def test_a_program_is_pointed_at_the_daemon(
 ) -> None:
     """Its file is made, names what the daemon says of itself, and is left as it is the second time."""
     assert run(live, program) == 0
-    path = Path(PROGRAMS[program]["files"][0]["path"]).expanduser()
+    path = connect.path_of(PROGRAMS[program], PROGRAMS[program]["files"][0])
     text = path.read_text()
     assert live.url in text
     assert "parrot" in text
@@ -60,6 +60,17 @@ def test_a_program_is_pointed_at_the_daemon(
     assert "is set up for parrot already" in capsys.readouterr().out
     assert path.read_text() == text
     assert not list(tmp_path.rglob("*.bak"))
+
+
+def test_a_file_is_where_its_program_looks_or_as_named(
+    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    run(live, "opencode")
+    assert (tmp_path / "xdg/opencode/opencode.json").exists()
+    run(live, "aider", "--file", str(tmp_path / "project/aider.yml"))
+    names = {path.name for path in (tmp_path / "project").iterdir()}
+    assert names == {"aider.yml", ".aider.model.metadata.json"}
 
 
 def test_context_and_cap_are_the_daemons(live: Live, tmp_path: Path) -> None:
