@@ -12,12 +12,12 @@ _HEAD = f"""# Flags of other servers
 
 {MADE}
 
-`quire serve` understands these flags of vLLM, llama-server, SGLang and TGI beside its own [settings](settings.md), on the command line and as keys of a `--config` file.
+`quire serve` understands these flags of vLLM, llama-server, SGLang, TGI and TEI beside its own [settings](settings.md), on the command line and as keys of a `--config` file.
 Flags that are spelled alike and mean the same in both programs are in the settings only. A flag without effect is named once
 at the start. A flag that would change answers is translated or refused, never dropped; one start names all that are refused. Underscores in flags are hyphens, and
 `--no-FLAG` turns a switch off. Numbers of tokens are understood as `32k` (32,000), `32K` (32,768), `1m` and `1M`.
 
-The guides [from vLLM](../guides/from-vllm.md), [from llama.cpp](../guides/from-llama-cpp.md) and [from SGLang, TGI or
+The guides [from vLLM](../guides/from-vllm.md), [from llama.cpp](../guides/from-llama-cpp.md) and [from SGLang, TGI, TEI or
 Ollama](../guides/from-others.md) show whole commands.
 """
 
