@@ -8,17 +8,18 @@ from typing import ClassVar
 
 
 class Activation(Enum):
-    """The activation function of an MLP's gate; RELU2 is that of an MLP without gates. Values are those of quire_cpu.h."""
+    """The activation function of an MLP's gate; RELU2 and GELU_ALONE are those of an MLP without gates. Values are those of quire_cpu.h."""
 
     SILU = 1
     GELU_TANH = 2
     GELU = 3
     RELU2 = 4  # max(x, 0)^2
+    GELU_ALONE = 5
 
     @property
     def is_gated(self) -> bool:
         """Return whether it makes factors of the ups."""
-        return self is not Activation.RELU2
+        return self.value < Activation.RELU2.value
 
 
 def code_of(activation: Activation | None) -> int:

@@ -27,6 +27,7 @@ from engine.runtime.native.decoder import Streams, Vectors
 from engine.runtime.schemes.linear import Embedding, Scheme
 
 _GATED = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
+_ALONE = {"gelu": Activation.GELU_ALONE}
 _FARTHEST = 128  # distance from which on all share a bucket
 
 
@@ -52,10 +53,10 @@ class _Layer:
         self.qkv = make.linear(dict.fromkeys("qkv", hidden), hidden, bias=config.qkv_bias)
         self._o = make.linear({"o": hidden}, hidden, bias=config.o_bias)
         self._mixer_norm = _Norm(make, "mixer_norm", config) if has_first_norm else None
-        gated = _GATED[config.activation] if config.is_gated else None
+        activation = _GATED[config.activation] if config.is_gated else _ALONE.get(config.activation)
         ups = ("gate", "up") if config.is_gated else ("up",)
-        self._up = make.linear(dict.fromkeys(ups, width), hidden, bias=config.up_bias, activation=gated)
-        self._activate = None if config.is_gated else ACTIVATIONS[config.activation]
+        self._up = make.linear(dict.fromkeys(ups, width), hidden, bias=config.up_bias, activation=activation)
+        self._activate = None if activation is not None else ACTIVATIONS[config.activation]
         self._down = make.linear({"down": hidden}, width, bias=config.down_bias)
         self._mlp_norm = _Norm(make, "mlp_norm", config)
 

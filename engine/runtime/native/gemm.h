@@ -155,15 +155,19 @@ INLINE void gemm_prepare(const struct gemm_args *a, int64_t first_row, int64_t n
     }
 }
 
-INLINE vf erf_lanes(vf x) {
-    UNROLL for (int i = 0; i < W; i++) x[i] = erff(x[i]);
-    return x;
+/* max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2), which is x / 2 * (1 + erf(x / sqrt 2)); erfc is Abramowitz and Stegun's 7.1.26,
+ * exact to 1.5e-7. */
+INLINE vf gelu(vf x) {
+    vf most = max_f(x, -x), z = most * 0.707106781f, t = 1.f / (1.f + 0.3275911f * z);
+    vf sum = 1.421413741f + t * (-1.453152027f + t * 1.061405429f);
+    sum = t * (0.254829592f + t * (-0.284496736f + t * sum));
+    return max_f(x, splat(0)) - 0.5f * most * sum * exp_f(-z * z);
 }
 
 INLINE vf activate(vf x, enum activation activation) {
     if (activation == ACT_SILU) return x / (1.f + exp_f(-x));
     if (activation == ACT_GELU_TANH) return 0.5f * x * (1.f + tanh_f(0.797884561f * (x + 0.044715f * x * x * x)));
-    return 0.5f * x * (1.f + erf_lanes(x * 0.707106781f));
+    return gelu(x);
 }
 
 /* Sums of some rows and one panel, plus bias, perhaps activated, rounded into y. */
@@ -182,6 +186,8 @@ INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t
             if (a->w.activation == ACT_RELU2) {
                 sum = max_f(sum, splat(0));
                 sum *= sum;
+            } else if (a->w.activation == ACT_GELU_ALONE) {
+                sum = gelu(sum);
             } else if (a->w.activation) {
                 vf up = load_f(from + PANEL / 2 + i);
                 if (a->w.bias) up += get(up_bias, i, num_columns);

@@ -123,10 +123,10 @@ enum weight_format {
     WEIGHT_Q5_SUPER = 19,
 };
 
-enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3, ACT_RELU2 = 4 };
+enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3, ACT_RELU2 = 4, ACT_GELU_ALONE = 5 };
 
 /* Whether half of the rows of a matrix with this activation are gates; without them it is that of each number. */
-static inline int is_gated(int32_t activation) { return activation != ACT_NONE && activation != ACT_RELU2; }
+static inline int is_gated(int32_t activation) { return activation != ACT_NONE && activation < ACT_RELU2; }
 
 /* A weight matrix [n, k] in panels of PANEL rows, as its format's kernels read them, and perhaps a bias [n].
  *

@@ -47,7 +47,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up [T, 2 * width], gates first -> activation(gates) * ups, [T, width]; without gates the width stays."""
     if not activation.is_gated:
-        return gate_up.relu().square_()
+        return gate_up.relu().square_() if activation is Activation.RELU2 else F.gelu(gate_up)
     if uses_triton(gate_up):
         from engine.runtime.cuda import activation as kernel
 
