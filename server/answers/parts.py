@@ -17,7 +17,7 @@ from server.answers.models import Models
 from server.answers.respond import Responder
 from server.answers.stored_responses import ResponseStore
 from server.http.middleware import part, state_of
-from server.protocol.errors import ApiError
+from server.protocol.errors import STATE, ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
@@ -29,7 +29,7 @@ def _of_model(name: str) -> Any:
     """Return a dependency: the part that answers for the request's model."""
 
     async def find(request: Request) -> Any:
-        parts = state_of(request.scope).parts or request.app.state.models.find(request.query_params.get("model"))
+        parts = request.scope[STATE].parts or request.app.state.models.find(request.query_params.get("model"))
         return getattr(parts, name)
 
     return Depends(find)

@@ -9,21 +9,20 @@ are written on worker threads.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import aclosing
 from itertools import chain
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Scope
 
 from server.batches.folder import DataFolder
 from server.batches.objects import Batch, BatchStatus, FileObject, Purpose
 from server.batches.store import COMPLETED, FAILED, TO_RUN, Outcome, PendingLine, entries
-from server.http.in_process import Forwarded, Head, respond
 from server.http.middleware import CALLER, RequestState
 from server.protocol.errors import STATE, to_api_error
 from server.telemetry.events import Listener, RequestEnded
@@ -54,16 +53,36 @@ class Dispatcher:
             state.owner = account.tenant.name
             CALLER.set(state.owner)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(document)).encode())]
-        request = Forwarded("POST", path, b"", headers, document, None)
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": headers,
+            "client": None,
+            "server": None,
+            "state": {},
+            STATE: state,
+        }
+        received = [{"type": "http.request", "body": document, "more_body": False}]
         status, parts = 0, list[bytes]()
+
+        async def receive() -> Message:
+            return received.pop() if received else await asyncio.Future()  # the batch does not leave
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            parts.append(bytes(message.get("body", b"")))
+
         started_s = time.monotonic()
         try:
-            async with aclosing(respond(self._app, request, {STATE: state})) as pieces:
-                async for piece in pieces:
-                    if isinstance(piece, Head):
-                        status = piece.status
-                    else:
-                        parts.append(piece)
+            await self._app(scope, receive, send)
         except Exception as error:  # any: it ends this line alone
             logger.exception("a request of a batch failed")
             error_answer = to_api_error(error)
