@@ -32,7 +32,7 @@ from engine.files.gguf_header import forget_headers
 from engine.settings.engine_config import EngineConfig
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import check_tokenizer_source, fetch, find_model, local_path
-from engine.startup.ahead import begin_weights, import_http, load_torch_libraries
+from engine.startup.ahead import begin_weights, load_torch_libraries
 from engine.startup.model_check import ModelFacts, check_model
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
 from server.batches.folder import DataFolder
@@ -293,6 +293,18 @@ def _load(plan: _Plan, undo: ExitStack, arbiter: Arbiter) -> LoadedModel:
 
         model, wishes = Path(plan.engine.model), (plan.app.mm_processor_kwargs, plan.app.limit_mm_per_prompt)
         return LoadedModel(engine, tokenizer, ImagePreprocessor.of(model, tokenizer, *wishes, plan.engine.mmproj))
+
+
+def import_http() -> None:
+    """Import FastAPI while torch's libraries are loaded. Its models of OpenAPI documents are built on first use."""
+    from pydantic import BaseModel, ConfigDict
+
+    usual = BaseModel.model_config
+    BaseModel.model_config = ConfigDict(defer_build=True)
+    try:
+        import fastapi  # noqa: F401 - imported for its duration
+    finally:
+        BaseModel.model_config = usual
 
 
 def _load_beside(

@@ -100,18 +100,6 @@ def _load(folder: Path) -> None:
         dlopen(os.fsencode(folder / name), os.RTLD_NOW | scope)  # if it fails, `import torch` says why
 
 
-def import_http() -> None:
-    """Import FastAPI while torch's libraries are loaded. Its models of OpenAPI documents are built on first use."""
-    from pydantic import BaseModel, ConfigDict
-
-    usual = BaseModel.model_config
-    BaseModel.model_config = ConfigDict(defer_build=True)
-    try:
-        import fastapi  # noqa: F401 - imported for its duration
-    finally:
-        BaseModel.model_config = usual
-
-
 def begin_weights(config: EngineConfig) -> BackedMemory | None:
     """Begin to read a model's files, and return memory for packed weights, a little less than the files.
 

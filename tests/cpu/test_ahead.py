@@ -112,7 +112,8 @@ def test_what_meta_tensors_need_is_imported_when_it_is_used(use: str) -> None:
     code = f"""
 import sys
 from importlib.util import find_spec
-from engine.startup.ahead import import_http, load_torch_libraries
+from engine.startup.ahead import load_torch_libraries
+from server.serve import import_http
 load_torch_libraries()
 import_http()
 import pydantic, torch
