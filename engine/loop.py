@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _GROWTH = 1.05  # of what a step of decodes is thought to take, at most, from one to the next
-_BESIDE = 1.8  # times a step of decodes, with work on an image: what varies makes it twice as long at times
+_BESIDE = 1.6  # times a step of decodes, with work on an image: what varies makes it twice as long at times
 _PIECE_S = 0.02  # of the work on an image, where no step runs: a message waits no longer
 
 
