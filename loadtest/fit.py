@@ -113,7 +113,8 @@ def fit(options: argparse.Namespace) -> None:
 
 
 def _say(progress: Progress) -> None:
-    print(f"{progress.stage}: {progress.detail}", file=sys.stderr, flush=True)
+    if progress.detail:  # not each file that is compiled
+        print(f"{progress.stage}: {progress.detail}", file=sys.stderr, flush=True)
 
 
 def _resident() -> int:
