@@ -40,7 +40,6 @@ from server.http.middleware import AnswerLog, RequestScope, TurnTaker
 from server.http.openapi import openapi_router
 from server.operations import live, unserved
 from server.operations.page import load_files, page_router
-from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.protocol import errors
 from server.settings.app_config import AppConfig
 from server.telemetry.events import Listener, PrefillDelegated, Telemetry, TenantRefused
@@ -48,7 +47,6 @@ from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.otlp_endpoints import find_endpoints
 from server.telemetry.request_log import RequestLog
-from server.tenancy.public_prefixes import PublicPrefixes
 from server.tenancy.tenancy import Tenancy, read_tenants
 
 if TYPE_CHECKING:
@@ -167,7 +165,6 @@ def _model_parts(config: AppConfig, loaded: LoadedModel, shared: Mapping[str, An
     history = _history(engine, tokenizer, config)
     preprocessor = ChatPreprocessor(limits, config.default_chat_template_kwargs or {}, history, images)
     model = ServedModel(engine, preprocessor, config, _reader(images, config))
-    prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, model, engine)
     live = LiveView(engine)
     client = EngineClient(engine)
     responder = Responder(
@@ -178,7 +175,6 @@ def _model_parts(config: AppConfig, loaded: LoadedModel, shared: Mapping[str, An
         config=config,
         call_id_length=limits.call_id_length,
         has_tenants=shared["tenancy"].has_file,
-        public_prefixes=PublicPrefixes(prefixes, engine.config.block_size),
         sender=Sender(engine, config) if config.role == "prefill" else None,
         receiver=Receiver(engine, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
         if config.role == "decode"
@@ -192,7 +188,6 @@ def _model_parts(config: AppConfig, loaded: LoadedModel, shared: Mapping[str, An
         model=model,
         responder=responder,
         live=live,
-        prefixes=prefixes,
         judge=Judge.of(model, client, is_strict=config.guard_strict),
     )
     shared["metrics"].add_model(parts.name, engine, None if history is None else history.counts)
@@ -266,9 +261,6 @@ async def _start(parts: State, make_batch_app: Callable[[], FastAPI]) -> None:
     parts.metrics.loop_lag.start()
     for model in parts.models.loaded:
         model.client.start()
-    for model in parts.models.loaded:
-        if model.prefixes:
-            await compute_prefixes(model.prefixes, model.client)
     if parts.batches is not None and not parts.models.is_draining:
         app = make_batch_app()
         background, foreground = (Dispatcher(app, parts.emit, is_background=each) for each in (True, False))

@@ -185,8 +185,6 @@ def _prepare(settings: Settings) -> _Plan:
         raise ConfigError(
             f"--allowed-local-media-path is {str(app_config.allowed_local_media_path)!r}, which is no folder."
         )
-    if app_config.pinned_prefixes is not None:
-        read_setting_file("--pinned-prefixes", app_config.pinned_prefixes)
     if serve_config.tokenizer is not None:
         check_tokenizer_source(serve_config.tokenizer)
     check_sampling_source(serve_config.generation_config, serve_config.override_generation_config)

@@ -223,8 +223,7 @@ class Request:
     arrival_s: float
     priority: int = 0  # lower is served first, as in vLLM
     cache_salt: str = ""  # requests with different salts never share cached blocks
-    cache_owner: str = ""  # nor do those of different owners, but for ...
-    num_public: int = 0  # ... so many of the prompt's first tokens, which are the owner "" 's for all to find
+    cache_owner: str = ""  # nor do those of different owners
     pins: tuple[Pin, ...] = ()
     turn_end: int = 0  # of a conversation: so many of its first tokens begin the next turn's prompt too; 0: not known
     deadline_s: float | None = None  # seconds from its arrival in which the whole answer is wanted, or none of it

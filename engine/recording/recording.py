@@ -40,7 +40,7 @@ from engine.system.version import VERSION
 log = logging.getLogger("quire.engine")
 
 FORMAT = 3
-REQUEST_FIELDS = ("priority", "num_public", "deadline_s", "max_queue_s", "is_background", "weight", "turn_end")
+REQUEST_FIELDS = ("priority", "deadline_s", "max_queue_s", "is_background", "weight", "turn_end")
 PARAM_FIELDS = ("max_tokens", "n", "min_tokens", "prompt_logprobs")
 MAX_BYTES = 1 << 28  # of a file
 _MAX_QUEUED = 4000  # entries, two a step: some 40 MB where 256 sequences run

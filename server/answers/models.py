@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.core.errors import QuireError, shorten
-from engine.core.types import Request
 from engine.handle import EngineHandle
 from engine.text.tokenizer import TextTokenizer
 from server.answers.client import EngineClient
@@ -40,7 +39,6 @@ class ModelParts:
     model: ServedModel
     responder: Responder
     live: LiveView
-    prefixes: list[Request]  # to be computed when the engine starts
     judge: Judge | None = None  # of a guard
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
 

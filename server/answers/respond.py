@@ -51,7 +51,6 @@ from server.telemetry.events import (
     with_metrics,
 )
 from server.telemetry.live import LiveView
-from server.tenancy.public_prefixes import PublicPrefixes
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,6 @@ class Responder:
     config: AppConfig
     call_id_length: int  # of a tool call, where the model's template insists on one; else 0
     has_tenants: bool  # of --tenants; else a request names its own
-    public_prefixes: PublicPrefixes
     sender: Sender | None = None  # of a prefill daemon
     receiver: Receiver | None = None  # of a decode daemon
     guard: ContentGuard | None = None  # whose verdict texts wait for
@@ -175,7 +173,7 @@ class Responder:
         if state.account is None:
             return requests
         state.enter(self.client.engine.stats.e2e_s.mean)
-        return [self.public_prefixes.mark(request) for request in state.account.sign(requests)]
+        return state.account.sign(requests)
 
     async def respond(
         self,

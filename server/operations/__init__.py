@@ -1,4 +1,4 @@
 """Quire's other endpoints: health, tokens, adapters, request states, the page.
 
-Also pinned prefixes, the hand-over, and the table of routes that Quire does not have.
+Also the hand-over, and the table of routes that Quire does not have.
 """

@@ -82,13 +82,6 @@ class AppConfig:
         "as the model's files say",
         choices=("auto", *(each.value for each in Pooling)),
     )
-    pinned_prefixes: Path | None = _scheduling(
-        None,
-        "FILE",
-        "JSON lines, each messages or a prompt: prefixes that are computed at the start and stay cached",
-        unset="none",
-    )
-
     history_cache: int = _scheduling(
         4096,
         "N",
@@ -231,8 +224,7 @@ class AppConfig:
     share_prefix_cache: bool = _security(
         False,
         "",
-        "tenants share cached prompts, and can infer from times and usage which prompts others sent; without it they share "
-        "only --pinned-prefixes",
+        "tenants share cached prompts, and can infer from times and usage which prompts others sent",
     )
     allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(read_hosts)] = _security(
         (),

@@ -100,14 +100,6 @@ CONFLICTS = (
         "--protect-metrics needs a key to ask for; set --api-key or --tenants, too.",
     ),
     Conflict(
-        lambda c: c.pinned_prefixes and not c.pinned_prefix_share,
-        "--pinned-prefixes does not go with --pinned-prefix-share 0, which leaves no room for them; leave one of them out.",
-    ),
-    Conflict(
-        lambda c: c.pinned_prefixes and not c.enable_prefix_caching,
-        "--pinned-prefixes does not go with --no-enable-prefix-caching; leave one of them out.",
-    ),
-    Conflict(
         lambda c: not c.ssl_certfile and (c.ssl_keyfile or c.ssl_ca_certs or c.ssl_cert_reqs),
         "--ssl-keyfile, --ssl-ca-certs and --ssl-cert-reqs need a certificate; set --ssl-certfile, too.",
     ),

@@ -273,7 +273,6 @@ SETTINGS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "tokenizer-fifo": (lambda at: ["--tokenizer", str(fifo(at / "t.gguf"))], "it is a FIFO"),
     "tokenizer-absent": (lambda at: ["--tokenizer", str(at / "none")], "does not exist"),
-    "pins-fifo": (lambda at: ["--pinned-prefixes", str(fifo(at / "p"))], "--pinned-prefixes is"),
     "tenants-fifo": (lambda at: ["--tenants", str(fifo(at / "t"))], "which cannot be read: it is a FIFO"),
     "tenants-device": (lambda at: ["--tenants", "/dev/zero"], "it is a device, not a regular file"),
     "data-dir-fifo": (

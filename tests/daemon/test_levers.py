@@ -146,13 +146,12 @@ def test_cached_blocks_are_found_on_the_disk_after_a_restart(tmp_path: Path) -> 
     assert again["usage"]["prompt_tokens_details"]["cached_tokens_disk"] > 100
 
 
-def test_a_pinned_prefix_outlives_a_scan_and_overlap_changes_no_text(plain: Plain, tmp_path: Path) -> None:
-    pinned = tmp_path / "pinned.jsonl"
-    pinned.write_text(json.dumps({"prompt": LONG}) + "\n")
+def test_a_pinned_prefix_outlives_a_scan_and_overlap_changes_no_text(plain: Plain) -> None:
     flags = ("--max-model-len", "512", "--num-gpu-blocks-override", "45", "--pinned-prefix-share", "0.5")
     policies = ("--scheduling-policy", "priority", "--prefix-cache-eviction", "slru", "--max-num-seqs", "2")
     overlap = ("--async-scheduling", "--target-itl-ms", "600000", "--target-ttft-ms", "600000")
-    with serve(*flags, "--pinned-prefixes", pinned, *policies, *overlap) as daemon:
+    with serve(*flags, *policies, *overlap) as daemon:
+        daemon.complete(LONG, max_tokens=1, prompt_cache_retention="24h")
         check_plain(daemon, plain)
         for number in range(6):
             daemon.complete(f"{number} {OTHER}", max_tokens=1)

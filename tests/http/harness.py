@@ -119,7 +119,7 @@ def check_ended(scheduler: Scheduler) -> None:
 def parts_of(app: FastAPI) -> Any:
     """The parts that models share, and those of the first."""
     first = app.state.models.first
-    own = {name: getattr(first, name) for name in ("client", "engine", "live", "model", "responder", "prefixes")}
+    own = {name: getattr(first, name) for name in ("client", "engine", "live", "model", "responder")}
     more = {"tokenizer": first.model.tokenizer, "sender": first.responder.sender, "receiver": first.responder.receiver}
     return SimpleNamespace(**app.state._state, **own, **more)
 

@@ -383,7 +383,6 @@ def test_after_a_restart_the_owner_is_found_by_its_name(tmp_path: Path) -> None:
 
 
 LONG = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(100))  # 6 blocks of 16
-PINNING = replace(CONFIG, pinned_share=0.25)
 
 
 def cached(live: Live, key: str, prompt: str, **fields: Any) -> int:
@@ -403,24 +402,6 @@ def test_no_tenant_can_tell_what_another_has_sent(serve: Callable[..., Live], tm
         assert cached(live, "ann-key", LONG + "ask again", cache_salt=salt) >= 96
         for key in KEYS:
             assert (cached(live, key, LONG + "ask", cache_salt=salt) >= 96) == shares, key
-
-
-def test_what_the_operator_pinned_is_there_for_all(serve: Callable[..., Live], tmp_path: Path) -> None:
-    """Once, for every tenant; what follows it is each one's own."""
-    (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
-    (tmp_path / "pins.jsonl").write_text(json.dumps({"prompt": LONG}), encoding="utf-8")
-    live = serve(
-        tenants=tmp_path / "tenants.yaml",
-        api_keys=("plain",),
-        pinned_prefixes=tmp_path / "pins.jsonl",
-        config=PINNING,
-    )
-    question = LONG + " and a question of more than two blocks, which is private"
-    for key in ("ann-key", *KEYS):
-        assert cached(live, key, question) == 80, key  # the last public block has a name of each owner
-        assert cached(live, key, question) >= 144, key
-    for key in ("ann-key", *KEYS):
-        assert (cached(live, key, LONG[:50] + "otherwise") > 0) == (key == "plain"), "only a whole prefix is public"
 
 
 def test_a_decode_daemon_keeps_tenants_apart_on_both_daemons(serve: Callable[..., Live], tmp_path: Path) -> None:

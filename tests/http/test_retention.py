@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from engine.core.errors import ConfigError
-from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from tests.http.harness import CONFIG, Live
-from tests.pure.driver import once_stopping
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
@@ -178,87 +171,3 @@ def test_a_mark_that_is_none(http: httpx.Client) -> None:
     answer = http.post("/v1/messages", json={**body, "cache_control": {"type": "ephemeral", "ttl": "2h"}})
     assert answer.status_code == 400
     assert "cache_control" in answer.json()["error"]["message"]
-
-
-def test_the_operators_prefixes_are_there_from_the_start(tmp_path: Path) -> None:
-    path = tmp_path / "prefixes.jsonl"
-    lines = [{"messages": [{"role": "system", "content": SYSTEM}]}, {"prompt": "z" * 50, "cache_salt": "salt"}]
-    path.write_text("\n\n".join(map(json.dumps, lines)))
-    with (
-        Live(config=PINNING, template=TEMPLATE, pinned_prefixes=path).serving() as live,
-        httpx.Client(base_url=live.url) as http,
-    ):
-        scan(http)
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "x"}]
-        usage = post(http, "/v1/chat/completions", messages=messages)["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == len(f"<system>{SYSTEM}<user>") // 16 * 16
-        for salt, found in (("salt", 48), ("", 0)):
-            usage = post(http, "/v1/completions", prompt="z" * 60, cache_salt=salt)["usage"]
-            assert usage["prompt_tokens_details"]["cached_tokens"] == found
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("{", "Expecting"),
-        ("[]", "either messages or a prompt"),
-        ('{"prompt": "x", "messages": []}', "either messages or a prompt"),
-        ('{"prompt": "x", "model": "other"}', "'other' is not served"),
-        ('{"prompt": "x", "colour": 1}', "colour"),
-        ('{"messages": [{"role": "nobody"}]}', "messages.0.role"),
-        ('{"prompt": "x", "truncate_prompt_tokens": 1}', "truncate_prompt_tokens cuts off beginnings"),
-        ('{"prompt": [999]}', "token id 999"),
-        (json.dumps({"prompt": "x" * 600}), "512"),
-    ],
-)
-def test_a_line_that_is_none_is_told(tmp_path: Path, line: str, told: str) -> None:
-    path = tmp_path / "prefixes.jsonl"
-    path.write_text('{"prompt": "good"}\n' + line)
-    with pytest.raises(ConfigError, match="line 2") as refused:
-        Live(config=PINNING, template=TEMPLATE, pinned_prefixes=path)
-    assert told in str(refused.value)
-
-
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Live(config=PINNING, pinned_prefixes=tmp_path / "none")
-
-
-def test_other_line_breaks_may_stand_in_a_prefix(tmp_path: Path) -> None:
-    path = tmp_path / "prefixes.jsonl"
-    path.write_text('{"prompt": "one\u2028two\x85three"}', encoding="utf-8")
-    Live(config=PINNING, pinned_prefixes=path)
-
-
-async def test_a_signal_ends_the_computing_of_prefixes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "quire.serve")
-    path = tmp_path / "prefixes.jsonl"
-    path.write_text('{"prompt": "one two three"}')
-    live = Live(config=PINNING)
-    live.require_thread()
-    requests = read_prefixes(path, live.context.model, live.engine) * 2
-    live.gate.close()
-    live.context.client.start()
-    computing = asyncio.ensure_future(compute_prefixes(requests, live.context.client))
-    while not live.context.client.num_open and not computing.done():  # noqa: ASYNC110 - no event reports it
-        await asyncio.sleep(0)
-    once_stopping(live.engine, live.gate.open)
-    stopping = asyncio.ensure_future(live.context.client.stop(0.0))
-    await asyncio.gather(computing, stopping)
-    assert "Stopped before all pinned prefixes" in caplog.text
-    assert "share" not in caplog.text
-
-
-def test_a_prefix_that_fails_is_told_and_the_others_are_computed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "quire.serve")
-    path = tmp_path / "prefixes.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": letter * 40}) for letter in "!a"))
-    broken = "This prompt broke the model."
-    with Live(
-        config=PINNING, pinned_prefixes=path, fail=lambda piece: broken if ord("!") in piece.tokens else None
-    ).serving():
-        assert f"Pinned prefix 1 of 2 failed: {broken}" in caplog.text
-        assert "pinned prefixes: 1, 32 tokens" in caplog.text
-        assert "share" not in caplog.text

@@ -145,23 +145,6 @@ def test_neither_a_reader_that_does_not_read_nor_a_batch_keeps_it(tmp_path: Path
             assert outcome(process)[0] == 1
 
 
-@pytest.mark.parametrize("num_signals", [1, 2])
-def test_a_process_whose_engine_hangs_before_it_is_ready_can_be_ended(tmp_path: Path, num_signals: int) -> None:
-    """While it computes pinned prefixes."""
-    prefixes = tmp_path / "prefixes.jsonl"
-    prefixes.write_text(json.dumps({"prompt": "one two three " * 20}))
-    hold = tmp_path / "hold"
-    hold.write_text("0")
-    flags = ("--pinned-prefixes", str(prefixes), "--shutdown-timeout", "0")
-    with quire("serve", *flags, FAKE_HOLD=str(hold), FAKE_MARGIN_S="0.2") as process:
-        read_until(process, "(computing) 1 pinned prefixes")
-        eventually(lambda: hung(tmp_path))
-        for _ in range(num_signals):
-            process.send_signal(signal.SIGTERM)
-            read_until(process, "(SIGTERM)")
-        assert outcome(process)[0] == 1
-
-
 async def test_a_request_that_is_cancelled_at_the_end_is_answered() -> None:
     """One that waits for something else than the engine; the server cancels it when its patience is over."""
     sent: list[Message] = []

@@ -1,14 +1,13 @@
-"""The prefix cache as a side channel: an owner finds its own blocks and public ones, and never another owner's."""
+"""The prefix cache as a side channel: an owner finds its own blocks, and never another owner's."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names, name_block
+from engine.core.kv.prefix_cache import chain_root
 from engine.core.types import AbortCause
-from tests.integrity import check_index, check_scheduler
+from tests.integrity import check_scheduler
 from tests.pure.driver import Driver, config, request
 
 PUBLIC = tuple(range(20, 33))  # 13 tokens, 3 blocks of 4
@@ -55,46 +54,19 @@ def test_nothing_of_another_owners_is_ever_found(
     for number, each in enumerate(history):
         owner, name = str(each["owner"]), str(number)
         prompt = (*each["begin"], *each["own"])  # type: ignore[misc]
-        num_public = 12 if prompt[:12] == PUBLIC[:12] and owner else 0
         changes = {"max_tokens": each["max_tokens"], "n": each["n"], "eos_token_ids": frozenset[int]()}
-        driver.add(request(name, prompt, cache_owner=owner, num_public=num_public, **changes))
+        driver.add(request(name, prompt, cache_owner=owner, **changes))
         if each["abort_after"] is not None:
             for _ in range(int(str(each["abort_after"]))):
                 driver.step()
             driver.take(driver.scheduler.abort(name, AbortCause.DISCONNECT, driver.now))
         driver.drain()
-        allowed = max([num_public, *(common(prompt, said) for said in known[owner])])
+        allowed = max([0, *(common(prompt, said) for said in known[owner])])
         for choice in range(int(str(each["n"]))):
             info = driver.prompts.get((name, choice))
             assert info is None or info.num_cached_tokens <= allowed, (owner, prompt)
             known[owner].append((*prompt, *driver.streams.get((name, choice), ())))
     check_scheduler(driver.scheduler)
-
-
-def test_what_is_public_is_found_by_all_and_kept_once() -> None:
-    driver = Driver(config(num_blocks=60, max_num_batched_tokens=40))
-    driver.add(request("public", PUBLIC, max_tokens=0))
-    driver.drain()
-    for name in ("a", "b", "a2"):
-        driver.add(request(name, (*PUBLIC, 1, 2, 3, 4), cache_owner=name[0], num_public=12, max_tokens=1))
-        driver.drain()
-    found = {name: driver.prompts[name, 0].num_cached_tokens for name in ("a", "b", "a2")}
-    # The last public block has a name of each owner: nothing that follows it is found by others.
-    assert found == {"a": 8, "b": 8, "a2": 16}
-    # The three public blocks, and for each owner the last of them, and what is its own.
-    assert driver.scheduler.stats.blocks_cached <= 3 + 2 * 2
-
-
-@pytest.mark.parametrize("num_public", [1, 2, 3])
-def test_names_part_at_the_last_public_block(num_public: int) -> None:
-    roots = [chain_root("", b"", owner) for owner in ("", "a", "b")]
-    chains = [first_names(root, roots[0], PUBLIC, num_public, 4) for root in roots]
-    for chain in chains:
-        assert len(chain) == num_public + 1
-        for index in range(3):
-            name_block(chain, PUBLIC, index, 4)
-    for index in range(4):
-        assert len({chain[index] for chain in chains}) == (1 if index < num_public else 3)
 
 
 def test_owners_and_salts_make_roots_of_their_own() -> None:
@@ -103,14 +75,3 @@ def test_owners_and_salts_make_roots_of_their_own() -> None:
     ]
     assert len(set(roots)) == len(roots)
     assert chain_root("a") == chain_root("a", b"", "")
-
-
-def test_what_leaves_before_it_is_shown_keeps_its_names() -> None:
-    cache, tokens = PrefixCache(8, block_size=4), [*PUBLIC[:12], 1, 2, 3, 4]
-    chain = first_names(chain_root("", b"", "a"), chain_root(""), tokens, 3, 4)
-    blocks = cache.pool.alloc_many(4)
-    cache.register(chain, tokens, blocks, 0, 4)
-    cache.pool.free(*reversed(blocks))
-    assert cache.match([chain_root("")], tokens, 16) == blocks[:2]
-    assert cache.match(chain[:4], tokens, 16) == blocks
-    check_index(cache)

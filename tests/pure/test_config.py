@@ -312,7 +312,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--limit-mm-per-prompt", '{"image": 2}', "--mm-processor-kwargs", '{"max_pixels": 9}',
         "--allowed-media-domains", "a.b", "--allowed-local-media-path", "/tmp",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
-        "--tenants", "/etc/tenants.yaml", "--share-prefix-cache", "--guard", "judge", "--guard-every", "7", "--guard-strict", "--pinned-prefixes", "/etc/prefixes.jsonl",
+        "--tenants", "/etc/tenants.yaml", "--share-prefix-cache", "--guard", "judge", "--guard-every", "7", "--guard-strict",
         "--history-cache", "9",
         "--kv-transfer-config",
         ('{"role": "decode", "prefill_url": "http://a:1", "timeout_s": 9, "folder": "/dev/shm/x", "gib": 1, '
@@ -352,7 +352,6 @@ def test_every_application_setting_reaches_the_application() -> None:
         guard="judge",
         guard_every=7,
         guard_strict=True,
-        pinned_prefixes=Path("/etc/prefixes.jsonl"),
         history_cache=9,
         max_file_bytes=2 << 20,
         allow_runtime_lora_updating=True,
@@ -405,8 +404,6 @@ def _transfer(**keys: object) -> list[str]:
         (_transfer(role="decode", peers=["a:99999"]), "must be like 10.0.0.5:5600"),
         (_transfer(role="decode", prefill_url="http://a", listen="127.0.0.1:1"), "are for the role prefill"),
         (_transfer(role="prefill", peers=["a:1"]), "peers are for the role decode"),
-        (["--pinned-prefixes", "f", "--pinned-prefix-share", "0"], "leaves no room"),
-        (["--pinned-prefixes", "f", "--no-enable-prefix-caching"], "does not go with --no-enable-prefix-caching"),
     ],
 )
 def test_what_does_not_go_together_is_told(argv: list[str], message: str) -> None:

@@ -238,7 +238,7 @@ def test_an_index_equals_the_cache_where_blocks_move_between_tiers(seed: int) ->
         prompt = tuple((5 * start + each) % 50 for each in range(rng.randint(4, 20)))
         name, owner = f"r{turn}", rng.choice(["", "", "a"])
         salt = rng.choice(["", "", "s"])
-        driver.add(request(name, prompt, arrival_s=driver.now, cache_owner=owner, cache_salt=salt, num_public=4))
+        driver.add(request(name, prompt, arrival_s=driver.now, cache_owner=owner, cache_salt=salt))
         machine.run(rng.randint(0, 6))
         machine.changes_are_passed_on()
         machine.abort(rng.randrange(turn + 1), None, AbortCause.DISCONNECT)

@@ -73,7 +73,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["a", "a", "b", "c"]),
         weight=st.sampled_from([0.5, 1.0, 4.0]),
         cache_owner=st.sampled_from(["", "", "a"]),
-        num_public=st.sampled_from([0, 0, 4, 11]),
         extra_beams=st.sampled_from([None, None, 0, 1, 3]),
         length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
         early_stopping=st.sampled_from(EarlyStopping),
@@ -87,7 +86,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_beams: int | None,
         length_penalty: float,
         early_stopping: EarlyStopping,
-        num_public: int,
         **params: object,
     ) -> None:
         name = str(len(self.driver.requests))
@@ -104,7 +102,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_s=self.driver.now,
             n=n,
             beam=beam,
-            num_public=min(num_public, len(prompt)),
             **params,
         )
         with suppress(NeverFitsError) if beam is not None else nullcontext():

@@ -103,16 +103,12 @@ class Contents:
         self._tiers = [self.host, *self.stores.values()] if config.num_host_blocks else []
         self._changes: Changes = []
         self._origins: OrderedDict[bytes, Origin] = OrderedDict()
-        self._owners: OrderedDict[bytes, str] = OrderedDict()
 
     def note_request(self, request: Request, names: Sequence[bytes]) -> None:
         """Remember the salt, owner and adapter of a request's chain, which begins with `names`."""
         adapter, owner = request.params.adapter, request.cache_owner
         name, number = ("", None) if adapter is None else (adapter.name, int.from_bytes(adapter.digest[:4], "big") >> 1)
-        is_public = len(names) > 1
-        if is_public:  # its last public block is the first that has a name of its owner's, see `first_names`
-            _remember(self._owners, names[-1], _digest(owner))
-        mark = "" if is_public or not owner else _digest(owner)
+        mark = _digest(owner) if owner else ""
         extra = (name,) if name else ()
         first_extra = (*extra, *(part for part in (request.cache_salt, mark) if part))
         _remember(self._origins, names[0], Origin(name, number, extra, first_extra))
@@ -145,8 +141,6 @@ class Contents:
         if origin is None:
             return None
         extra = origin.extra if index else origin.first_extra
-        if name in self._owners:
-            extra = (*extra, self._owners[name])
         if isinstance(chain, Chain) and index in chain.parts:
             extra = (*extra, chain.parts[index].hex())
         own = array("I", tokens[index * size : (index + 1) * size])

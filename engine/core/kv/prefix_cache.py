@@ -18,7 +18,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.contents import Holdings
 from engine.core.page_table import NO_BLOCK
-from engine.core.spans import Chain, Span
+from engine.core.spans import Chain
 from engine.core.types import Request
 
 
@@ -29,33 +29,13 @@ def chain_root(salt: str, adapter: bytes = b"", owner: str = "") -> bytes:
     return blake2b(text, digest_size=32, person=b"quire.prefix", key=adapter, salt=whose).digest()
 
 
-def first_names(
-    root: bytes, public_root: bytes, tokens: Sequence[int], num_public: int, block_size: int, spans: Sequence[Span] = ()
-) -> list[bytes]:
-    """Return the beginning of a chain: its root, or the names of blocks whose tokens are public.
-
-    The last public block and all after it have names of the request's root, so that a block with tokens that are not
-    public is never found from a public one.
-    """
-    begin = [public_root if num_public else root]
-    chain = Chain(begin, spans, block_size) if spans else begin
-    if not num_public:
-        return chain
-    for index in range(num_public):
-        name_block(chain, tokens, index, block_size)
-    chain[-1] = blake2b(chain[-1], digest_size=32, key=root).digest()
-    return chain
-
-
 def request_names(request: Request, config: SchedulerConfig) -> list[bytes]:
     """Return how a request's chain of names begins; the root is empty if nothing is cached."""
     if not config.enable_prefix_caching:
         return [b""]
     digest = b"" if request.params.adapter is None else request.params.adapter.digest
-    root = chain_root(request.cache_salt, digest, request.cache_owner)
-    num_public = request.num_public // config.block_size
-    public_root = chain_root(request.cache_salt, digest) if num_public else b""
-    return first_names(root, public_root, request.prompt, num_public, config.block_size, request.spans)
+    root = [chain_root(request.cache_salt, digest, request.cache_owner)]
+    return Chain(root, request.spans, config.block_size) if request.spans else root
 
 
 def chain_next(parent: bytes, tokens: Sequence[int], part: bytes = b"") -> bytes:
