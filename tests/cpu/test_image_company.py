@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from PIL import Image as Pillow
 from safetensors.torch import load_file, save_file
 
 from engine.core.budget import StepTime
@@ -395,7 +396,11 @@ def door(folder: Path) -> Iterator[tuple[Engine, prompts.Theirs, TestClient]]:
 
 def asked_of(http: TestClient, parts: prompts.Parts, **fields: Any) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its answer."""
-    content = [prompts.sent(part) for part in parts]
+    return answered(http, [prompts.sent(part) for part in parts], **fields)
+
+
+def answered(http: TestClient, content: list[Any], **fields: Any) -> tuple[list[int], list[int]]:
+    """The same for the parts of a message."""
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "return_token_ids": True, **fields}
     given = http.post("/v1/chat/completions", json=body).json()
     return given["prompt_token_ids"], given["choices"][0]["token_ids"]
@@ -417,6 +422,22 @@ def test_a_conversation_that_is_edited_finds_no_more_than_is_equal(folder: Path)
         for parts in edits:
             assert asked_of(http, parts, max_tokens=16) == prompts.answer_of(theirs, parts)
         assert engine.stats.prefix_hit_tokens > 100
+
+
+def test_an_image_in_little_detail_is_another_one(folder: Path) -> None:
+    """What is cached of it is not found for the whole, nor the other way round."""
+    whole = prompts.picture(9, 700, 500)
+    little = whole.copy()
+    little.thumbnail((512, 512), Pillow.Resampling.BICUBIC)
+    with door(folder) as (engine, theirs, http):
+        wanted = {"auto": prompts.answer_of(theirs, [whole]), "low": prompts.answer_of(theirs, [little])}
+        hits = [0]
+        for detail in ("auto", "low", "auto", "low"):
+            part = prompts.sent(whole)
+            part["image_url"]["detail"] = detail
+            assert answered(http, [part], max_tokens=16) == wanted[detail]
+            hits.append(engine.stats.prefix_hit_tokens)
+        assert hits[0] == hits[1] == hits[2] < hits[3] < hits[4]
 
 
 def test_preempted_answers_follow_their_grammars_behind_images(folder: Path) -> None:
