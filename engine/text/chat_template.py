@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from jinja2 import Template, meta, nodes, pass_context
+from jinja2.compiler import CodeGenerator
 from jinja2.runtime import Context
 
 from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError
@@ -178,9 +179,19 @@ def _variables(tree: nodes.Template) -> frozenset[str]:
     return frozenset(generator.undeclared_identifiers)
 
 
+class _Generator(CodeGenerator):
+    """Leaves constants to the rendering, however large; jinja computes those that are output when it compiles."""
+
+    def _output_child_to_const(self, node: nodes.Expr, *more: Any) -> str:
+        if isinstance(node, nodes.TemplateData):
+            return super()._output_child_to_const(node, *more)
+        raise nodes.Impossible
+
+
 def _compiled(tree: nodes.Template, special_tokens: Mapping[str, str]) -> Template:
     """Return a template that checks the clock at each turn of a loop, and bounds its prompt."""
     environment = make_environment(special_tokens)
+    environment.finalize, environment.code_generator_class = None, _Generator
     environment.concat = _concatenated  # type: ignore[method-assign]  # "".join
     environment.filters["turn"] = _turn
     for loop in tree.find_all(nodes.For):

@@ -157,9 +157,10 @@ class ChatPreprocessor:
             prompt = self.encode(chat, text, images=images)
             turn = self.follow(prompt, owner)
         else:
-            self.limits.check_length(len(text), "messages")
             num_answers = sum([message.role == "assistant" for message in chat.messages])
-            prompt, turn = self._history.begin(owner, text, num_answers, self._encoder(text, images))
+            encoder = self._encoder(text, images)
+            self.limits.check_length(len(text), "messages")
+            prompt, turn = self._history.begin(owner, text, num_answers, encoder)
         params = self._params(chat, len(prompt))
         constraint, tool_format = next(iter(chat.constraints()), None), None
         tools, effort = chat.shown_tools, chat.effort
