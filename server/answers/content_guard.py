@@ -47,8 +47,14 @@ class _Style(NamedTuple):
 
 
 _STYLES = (
-    _Style("First line must read 'safe' or 'unsafe'", "\n\n", ("safe", "unsafe"), "\n", re.compile(r"\bS\d{1,2}\b")),
-    _Style("Safety: ", "Safety: ", ("Safe", "Controversial", "Unsafe"), "\nCategories: ", re.compile(_QWEN_CATEGORIES)),
+    _Style("First line must read", "\n\n", ("safe", "unsafe"), "\n", re.compile(r"\bS\d{1,2}\b")),
+    _Style(
+        "Safety: Controversial",
+        "Safety: ",
+        ("Safe", "Controversial", "Unsafe"),
+        "\nCategories: ",
+        re.compile(_QWEN_CATEGORIES),
+    ),
 )
 
 

@@ -33,7 +33,7 @@ LLAMA = (
 )
 QWEN = (
     "{% for message in messages %}{{ message.role | upper }}: {{ message.content }}\n{% endfor %}"
-    "<END>\nOutput format:\nSafety: (Safe|Unsafe|Controversial)\nassistant\n<think>\n\n</think>\n\n"
+    "<END>\nThe first line must be one of: 'Safety: Safe', 'Safety: Unsafe', 'Safety: Controversial'.\nassistant\n<think>\n\n</think>\n\n"
 )
 
 
