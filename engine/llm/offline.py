@@ -128,9 +128,7 @@ class LLM(VectorMethods):
                 if (preprocessor := ImagePreprocessor.of(Path(config.model), text, *wishes)) is not None:
                     self._pictures = Pictures(preprocessor, allowed_local_media_path)
             undo.pop_all()
-        self._engine = built
-        self._tokenizer = text
-        self._has_vocabulary = False  # the engine, for grammars
+        self._engine, self._tokenizer, self._has_vocabulary = built, text, False  # the engine has none for grammars
         shown = None if self._pictures is None else self._pictures.preprocessor
         self._preprocessor = ChatPreprocessor(self._limits, images=shown)
         self._events, self._ids = queue.SimpleQueue[StepEvents](), itertools.count()
