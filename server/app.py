@@ -29,7 +29,7 @@ from server.answers.client import EngineClient
 from server.answers.content_guard import ContentGuard, Judge
 from server.answers.handoff import Receiver, Sender
 from server.answers.model import ServedModel
-from server.answers.models import LoadedModel, ModelParts, Models
+from server.answers.models import Entry, LoadedModel, ModelParts, Models
 from server.answers.respond import Responder
 from server.answers.stored_responses import ResponseStore
 from server.batches.dispatch import Dispatcher
@@ -89,21 +89,26 @@ def create_app(
     engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig, images: ImagePreprocessor | None = None
 ) -> FastAPI:
     """Return an application that serves one model, with `images` of requests where it takes some."""
-    return make_app([(config, LoadedModel(engine, tokenizer, images))])
+    return make_app([(Entry(config=config), LoadedModel(engine, tokenizer, images))])
 
 
-def make_app(served: Sequence[tuple[AppConfig, LoadedModel]]) -> FastAPI:
-    """Return an application that serves models; the first one's settings are those that all share.
+def make_app(served: Sequence[tuple[Entry, LoadedModel | None]], memory_limit: int | None = None) -> FastAPI:
+    """Return an application that serves models, of which those that are loaded at once take so many bytes at most.
+
+    The first one's settings are those that all share.
 
     Its lifespan starts the engines and drains them.
     """
-    config = served[0][0]
+    config = served[0][0].config
     parts = _parts(config)
+    models: Models = parts["models"]
+    models.make_parts = partial(_model_parts, parts)
+    models.memory_limit = memory_limit
     for each in served:
-        parts["models"].loaded.append(_model_parts(*each, parts))
-    for each in parts["models"].loaded:
-        if each.responder.guard is not None:
-            each.responder.guard.check()
+        models.add(*each)
+    for loaded in models.loaded:
+        if (guard := loaded.responder.guard) is not None:
+            guard.check()
     tenancy: Tenancy = parts["tenancy"]
     page = load_files() if config.page else {}
     open_paths = {*PROBE_PATHS, *page, *(() if config.protect_metrics else MONITORING_PATHS)}
@@ -128,7 +133,8 @@ def make_app(served: Sequence[tuple[AppConfig, LoadedModel]]) -> FastAPI:
 
 def _parts(config: AppConfig) -> dict[str, Any]:
     """Return what models share, by the names under which `app.state` has it."""
-    metrics, models = Metrics(compat_vllm=config.metrics_compat == "vllm"), Models()
+    metrics, models = Metrics(compat_vllm=config.metrics_compat == "vllm"), Models(config)
+    metrics.add_rows("models", models)
     request_log = RequestLog(time.monotonic)
     export = _open_export(config, metrics)
     exported = [] if export is None else export.listeners
@@ -158,7 +164,7 @@ def _parts(config: AppConfig) -> dict[str, Any]:
     }
 
 
-def _model_parts(config: AppConfig, loaded: LoadedModel, shared: Mapping[str, Any]) -> ModelParts:
+def _model_parts(shared: Mapping[str, Any], config: AppConfig, loaded: LoadedModel) -> ModelParts:
     """Return what answers requests of a model, beside what models share."""
     engine, tokenizer, images = loaded
     emit, limits = shared["emit"], _limits(engine, tokenizer, config)
@@ -188,6 +194,7 @@ def _model_parts(config: AppConfig, loaded: LoadedModel, shared: Mapping[str, An
         model=model,
         responder=responder,
         live=live,
+        forget=partial(shared["metrics"].remove_model, config.served_model_names[0]),
         judge=Judge.of(model, client, is_strict=config.guard_strict),
     )
     shared["metrics"].add_model(parts.name, engine, None if history is None else history.counts)
@@ -199,7 +206,7 @@ def _guard(config: AppConfig, models: Models) -> ContentGuard | None:
     name = config.guard
     if name is None or name in config.served_model_names:
         return None
-    return ContentGuard(name, config.guard_every, lambda: models.find(name).judge)
+    return ContentGuard(name, config.guard_every, lambda: models.find(name).now().judge)
 
 
 def _reader(images: ImagePreprocessor | None, config: AppConfig) -> ImageReader | None:
@@ -248,7 +255,7 @@ def _open_export(config: AppConfig, metrics: Metrics) -> _Export | None:
     from server.telemetry.tracing import GenAiMetrics, Tracing
 
     otlp = Otlp(endpoints)
-    metrics.add_spans(otlp.counts)
+    metrics.add_rows("spans", otlp.counts)
     tracing = None if otlp.tracers is None else Tracing(otlp.tracers, time.monotonic)
     listeners: list[Listener] = [] if tracing is None else [tracing.observe]
     if otlp.meters is not None:
@@ -259,8 +266,7 @@ def _open_export(config: AppConfig, metrics: Metrics) -> _Export | None:
 async def _start(parts: State, make_batch_app: Callable[[], FastAPI]) -> None:
     """Start the engines and what runs beside them; lines of batches go to an application without guards."""
     parts.metrics.loop_lag.start()
-    for model in parts.models.loaded:
-        model.client.start()
+    parts.models.start()
     if parts.batches is not None and not parts.models.is_draining:
         app = make_batch_app()
         background, foreground = (Dispatcher(app, parts.emit, is_background=each) for each in (True, False))

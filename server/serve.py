@@ -22,20 +22,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.arbiter import Arbiter
-from engine.core.errors import ConfigError, QuireError
+from engine.core.errors import ConfigError, NotWantedError, QuireError
 from engine.core.types import Progress
 from engine.files.gguf_header import forget_headers
 from engine.settings.engine_config import EngineConfig
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import check_tokenizer_source, fetch, find_model, local_path
-from engine.startup.ahead import begin_weights, load_torch_libraries
+from engine.startup.ahead import begin_weights, load_torch_libraries, runs_on_cpu
 from engine.startup.model_check import ModelFacts, check_model
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
 from server.batches.folder import DataFolder
+from server.model_memory import check_sum, memory_limit, memory_of, pool_share
 from server.settings.app_config import AppConfig
 from server.settings.files import check_folder, read_setting_file
 from server.settings.flags import load_settings, name_origins
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from engine.handle import EngineFacts, EngineHandle
-    from engine.system.progress import StartupProgress
     from engine.text.tokenizer import TextTokenizer
     from server.answers.models import LoadedModel
 
@@ -133,6 +134,13 @@ class _Plan(NamedTuple):
     chat_template: str | None
     tls: Tls | None
     started_s: float
+    is_kept: bool = True
+    at_start: bool = True  # it is loaded then
+
+    @property
+    def name(self) -> str:
+        """Return the name that is reported."""
+        return self.app.served_model_names[0]
 
     @property
     def hands_over(self) -> bool:
@@ -146,7 +154,7 @@ def prepare_all(settings: Settings) -> list[_Plan]:
     `quire doctor --config FILE` ends here.
     """
     settings.check_together()
-    plans = [_prepare(each) for each in settings.each or [settings]]
+    plans = _together([_prepare(each) for each in settings.each or [settings]], settings.keep)
     names = [
         name
         for plan in plans
@@ -158,6 +166,42 @@ def prepare_all(settings: Settings) -> list[_Plan]:
         if plan.app.guard not in (None, *names):
             raise ConfigError(f"--guard is {plan.app.guard!r}, which is not served here; serve it beside this model.")
     return plans
+
+
+def _together(plans: list[_Plan], keep: Sequence[str]) -> list[_Plan]:
+    """Return the plans of models, those that are kept first; with their parts of the memory. Raises ConfigError."""
+    kept = {name for plan in plans for name in plan.app.keep}
+    called = [{*plan.app.served_model_names, plan.serve.model, plan.app.model} for plan in plans]
+    if unknown := next((name for name in keep if not any(name in each for each in called)), None):
+        known = ", ".join(plan.name for plan in plans)
+        raise ConfigError(f"--keep names {unknown!r}, which is no model here; the models are {known}.")
+    leave = bool(kept or plans[0].app.models_max or any(plan.app.idle_unload for plan in plans))
+    kept |= {plan.app.guard for plan in plans if plan.app.guard is not None}
+    stays = [not leave or bool(kept & names) for names in called]
+    if len(plans) > 1:
+        at_once = min(plans[0].app.models_max or len(plans), len(plans))
+        plans = [
+            plan._replace(engine=replace(plan.engine, most_pool_bytes=pool_share(at_once)))
+            if plan.engine.kv_cache_memory_bytes is None and runs_on_cpu(plan.engine)
+            else plan
+            for plan in plans
+        ]
+    plans = [
+        plan._replace(is_kept=stay, at_start=stay or not (any(stays) or index))
+        for index, (plan, stay) in enumerate(zip(plans, stays, strict=True))
+    ]
+    _check_memory(plans)
+    return plans
+
+
+def _check_memory(plans: Sequence[_Plan]) -> None:
+    """Raise ConfigError if the models that stay do not fit beside the largest of the others."""
+    if len(plans) == 1:
+        return
+    needs = {plan.name: memory_of(plan.engine) for plan in plans}
+    leaving = max((plan.name for plan in plans if not plan.is_kept), key=lambda name: needs[name].total, default=None)
+    at_once = {name: needs[name] for name in [*[plan.name for plan in plans if plan.is_kept], leaving] if name}
+    check_sum(at_once, memory_limit(plans[0].app.models_memory, [plan.engine for plan in plans]))
 
 
 def _prepare(settings: Settings) -> _Plan:
@@ -209,7 +253,6 @@ def _read_template(given: str) -> str:
 def _serve(plans: Sequence[_Plan], listener: socket.socket) -> int:
     plan = plans[0]  # of which all have what models share
     app_config = plan.app
-    name = app_config.served_model_names[0]
     with ExitStack() as undo:
         app = _make_app(plans, undo)
         from server.daemon import run
@@ -226,7 +269,8 @@ def _serve(plans: Sequence[_Plan], listener: socket.socket) -> int:
         names = ", ".join(each.app.served_model_names[0] for each in plans)
         log.info("ready in %.1f s: %s serves %s", time.monotonic() - plan.started_s, url, names)
         has_key = bool(app_config.api_keys or app_config.tenants)
-        log.info("try: %s", _curl(_reachable(url), name, app.state.models.first.engine.facts, has_key=has_key))
+        if first := app.state.models.loaded[:1]:
+            log.info("try: %s", _curl(_reachable(url), first[0].name, first[0].engine.facts, has_key=has_key))
 
     forget_headers()
     hide_from_collector()
@@ -243,14 +287,40 @@ def open_app(argv: Sequence[str]) -> FastAPI:
 
 def _make_app(plans: Sequence[_Plan], undo: ExitStack) -> FastAPI:
     """Return the application with its engines loaded, which `undo` stops."""
-    arbiter = Arbiter()
-    loaded = [(plan.app, _load(plan, undo, arbiter)) for plan in plans]
+    arbiter, limit = Arbiter(), memory_limit(plans[0].app.models_memory, [plan.engine for plan in plans])
+    loaded = [_load_timed(plan, undo, arbiter) if plan.at_start else (None, 0.0) for plan in plans]
+    from server.answers.models import Entry
     from server.app import make_app
 
-    return make_app(loaded)
+    entries = [
+        Entry(
+            config=plan.app,
+            load=partial(_load_later, plan, arbiter),
+            adapters=[module.name for module in plan.engine.lora_modules],
+            is_kept=plan.is_kept,
+            memory=memory_of(plan.engine),
+            load_s=load_s,
+        )
+        for plan, (_, load_s) in zip(plans, loaded, strict=True)
+    ]
+    return make_app([(entry, model) for entry, (model, _) in zip(entries, loaded, strict=True)], limit)
 
 
-def _load(plan: _Plan, undo: ExitStack, arbiter: Arbiter) -> LoadedModel:
+def _load_timed(plan: _Plan, undo: ExitStack, arbiter: Arbiter) -> tuple[LoadedModel, float]:
+    """Return a model of the start, and the seconds that it took."""
+    begun_s = time.monotonic()
+    return _load(plan, undo, arbiter), time.monotonic() - begun_s
+
+
+def _load_later(plan: _Plan, arbiter: Arbiter, is_wanted: Callable[[], bool]) -> LoadedModel:
+    """Return a model that a request waits for. Raises NotWantedError once none does."""
+    with ExitStack() as undo:
+        loaded = _load(plan, undo, arbiter, is_wanted)
+        undo.pop_all()
+    return loaded
+
+
+def _load(plan: _Plan, undo: ExitStack, arbiter: Arbiter, is_wanted: Callable[[], bool] | None = None) -> LoadedModel:
     """Return the engine, the tokenizer, and what prepares images for a model that takes some.
 
     Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/startup/ahead.py):
@@ -268,17 +338,23 @@ def _load(plan: _Plan, undo: ExitStack, arbiter: Arbiter) -> LoadedModel:
 
     name, path = plan.app.served_model_names[0], plan.app.model
     log.info("loading %s%s", name, f" from {path}" if local_path(path) is not None or name != path else "")
-    with StartupProgress() as startup:
+    with StartupProgress(show_bars=None if is_wanted is None else False) as startup:
+
+        def report(progress: Progress) -> None:
+            if is_wanted is not None and not is_wanted():
+                raise NotWantedError
+            startup.report(progress)
+
         if plan.model.is_native:
-            plan = _fetch(plan, startup.report)
-            engine, tokenizer = _load_beside(plan, startup, undo, arbiter)
+            plan = _fetch(plan, report)
+            engine, tokenizer = _load_beside(plan, report, undo, arbiter)
         else:
             from engine.startup.build import build_engine, check_foreign  # torch, seconds
 
             check_foreign(plan.engine)
-            plan = _fetch(plan, startup.report)
+            plan = _fetch(plan, report)
             tokenizer = _load_front(plan)
-            engine = build_engine(plan.engine, startup.report, hands_over=plan.hands_over, arbiter=arbiter)
+            engine = build_engine(plan.engine, report, hands_over=plan.hands_over, arbiter=arbiter)
             undo.callback(engine.stop, 0.0)
         tokenizer.hold_to(engine.facts.vocab_size)
         if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
@@ -306,7 +382,7 @@ def import_http() -> None:
 
 
 def _load_beside(
-    plan: _Plan, startup: StartupProgress, undo: ExitStack, arbiter: Arbiter
+    plan: _Plan, tell: Callable[[Progress], None], undo: ExitStack, arbiter: Arbiter
 ) -> tuple[EngineHandle, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
     memory = begin_weights(plan.engine)
@@ -317,7 +393,7 @@ def _load_beside(
         front = aside.submit(_load_front, plan)
 
         def report(progress: Progress) -> None:
-            startup.report(progress)
+            tell(progress)
             if front.done():
                 front.result()  # raises what is wrong with the tokenizer, before minutes of loading
 

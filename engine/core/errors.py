@@ -121,6 +121,10 @@ class ModelLoadError(ServerError):
     """A model cannot be loaded from where it was said to be."""
 
 
+class NotWantedError(ServerError):
+    """A load was given up, because those who asked for it have left."""
+
+
 class MemoryBudgetError(ServerError):
     """Weights, activations or the KV pool do not fit the memory they were given."""
 

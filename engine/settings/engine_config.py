@@ -46,6 +46,7 @@ class EngineConfig:
     """What the user asks of the engine. Frozen and checked when made."""
 
     model: str
+    most_pool_bytes: int | None = None  # of a KV pool whose size is not given: several models share the memory
     revision: str | None = _model(None, "REV", "branch, tag or commit of a Hugging Face id", unset="its main branch")
     download_dir: str | None = _model(
         None,

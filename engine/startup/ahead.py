@@ -100,23 +100,32 @@ def _load(folder: Path) -> None:
         dlopen(os.fsencode(folder / name), os.RTLD_NOW | scope)  # if it fails, `import torch` says why
 
 
+def runs_on_cpu(config: EngineConfig) -> bool:
+    """Return whether a model runs on the CPU, as far as that is known without torch."""
+    return config.device == "cpu" or (config.device == "auto" and not any(map(os.path.exists, _GPUS)))
+
+
+def weight_files(config: EngineConfig) -> list[Path]:
+    """Return the files of a model's weights; none of one that is not here yet, or has none."""
+    path = local_path(config.model)
+    if path is None or config.load_format == "dummy":
+        return []
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else part_paths(path)
+
+
 def begin_weights(config: EngineConfig) -> BackedMemory | None:
     """Begin to read a model's files, and return memory for packed weights, a little less than the files.
 
     Return None unless the weights will be packed on a CPU. Nothing is begun where the files would fill the memory.
     """
-    path = local_path(config.model)
-    if path is None or config.load_format == "dummy":
-        return None
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else part_paths(path)
+    files = weight_files(config)
     num_bytes = sum(file.stat().st_size for file in files)
     if not num_bytes or num_bytes > available_memory() // 2:
         return None
     Thread(target=_read, args=(files,), name="read-ahead", daemon=True).start()
     if _SECOND_NODE.exists():  # the pages would all be of the node of the thread that touches them
         return None
-    is_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(os.path.exists, _GPUS)))
-    if not is_cpu or config.cpu_kernels == "off" or config.quantization == "int8":
+    if not runs_on_cpu(config) or config.cpu_kernels == "off" or config.quantization == "int8":
         return None
     try:
         return BackedMemory(int(_SHARE * num_bytes))

@@ -196,6 +196,8 @@ def build_engine(
     """
     config = fetch_models(config, report)
     device, dtype = _prepare_device(config, report)
+    if arbiter is not None and (library := native()) is not None:
+        library.stay_aside(stays=arbiter.is_alive)
     if config.tensor_parallel_size == 1:
         with reading(config, hands_over=hands_over) as content:
             return _build(config, device, dtype, report, memory, content=content, arbiter=arbiter)
@@ -457,7 +459,9 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, more_bytes: int) -> P
         useful_blocks = settings.max_num_seqs * settings.max_blocks(settings.max_model_len)
         if settings.whole_step:  # no keys and values are kept behind a step
             useful_blocks = settings.max_num_seqs + 2 * settings.max_blocks(settings.max_num_batched_tokens)
-        own_budget = default_cpu_budget() // config.tensor_parallel_size  # the ranks share one memory
+        own_budget = (
+            config.most_pool_bytes or default_cpu_budget()
+        ) // config.tensor_parallel_size  # the ranks share one memory
         return PoolBudget(min(own_budget, useful_blocks * parts.bytes_per_block))
     room = free_share(device, config.gpu_memory_utilization)
     shortfall = room - parts.ranks.least_room(room)

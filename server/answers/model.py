@@ -6,10 +6,8 @@ Event loop; long texts are rendered and encoded on other threads.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -85,20 +83,13 @@ class ServedModel:
         self.tokenizer = preprocessor.limits.tokenizer
         self.reader = VectorReader(preprocessor.limits)
         self.reader.pooling(config.pooling)  # or raises
-        self.names, self._aliases = config.served_model_names, config.model_aliases
-        self.started_s = int(time.time())
+        self.names = config.served_model_names
         self._prepared: asyncio.Future[None] | None = None  # once the engine has the vocabulary
 
     @property
     def limits(self) -> ModelLimits:
         """The model's limits."""
         return self.preprocessor.limits
-
-    def has(self, name: str, *, aliases: bool) -> bool:
-        """Return whether this is a name of the model, or of an adapter; or, of `aliases`, fits one of those."""
-        if aliases:
-            return any(fnmatchcase(name, pattern) for pattern in self._aliases)
-        return name in self.names or name in self._engine.adapters
 
     def find(self, name: str | None) -> Named:
         """Return the model, or the adapter of a name."""

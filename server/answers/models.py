@@ -1,24 +1,46 @@
-"""The models that this daemon serves: which of them a request names, and what answers for it. Event loop."""
+"""The models that this daemon serves, loaded or not: which one a request names, and what answers for it. Event loop.
+
+A model is loaded at the start, or when the first request names it. One load runs at a time, in the order in which requests
+came; it takes its room from models without work, the least useful first. Where all of those work, the least useful one takes
+no more requests, which wait for it to be loaded again: so none is unloaded with work, and no load waits forever. A load
+runs on a thread outside the native library's team, and ends early if all who asked for it have left.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engine.core.errors import QuireError, shorten
+from engine.core.errors import ModelLoadError, NotWantedError, QuireError, ShuttingDownError, shorten
 from engine.handle import EngineHandle
+from engine.system.progress import human_bytes
 from engine.text.tokenizer import TextTokenizer
 from server.answers.client import EngineClient
 from server.answers.content_guard import Judge
 from server.answers.model import ServedModel
 from server.answers.respond import Responder
+from server.model_memory import Memory
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.live import LiveView
 
 if TYPE_CHECKING:
     from engine.text.images.preprocessor import ImagePreprocessor
+
+log = logging.getLogger("quire.models")
+
+RETRY_S = 30.0  # after a load failed, until a request tries again
+_LOOK_S = 1.0  # at least, between two looks for models without work
 
 
 class LoadedModel(NamedTuple):
@@ -27,6 +49,15 @@ class LoadedModel(NamedTuple):
     engine: EngineHandle
     tokenizer: TextTokenizer
     images: ImagePreprocessor | None = None
+
+
+class State(Enum):
+    """Whether a model answers; the values are llama-server's words."""
+
+    LOADED = "loaded"
+    LOADING = "loading"
+    UNLOADED = "unloaded"
+    FAILED = "failed"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,6 +70,7 @@ class ModelParts:
     model: ServedModel
     responder: Responder
     live: LiveView
+    forget: Callable[[], None]  # its metrics
     judge: Judge | None = None  # of a guard
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
 
@@ -56,36 +88,276 @@ class ModelParts:
             self.model.images.close()
 
 
+class Holder(Protocol):
+    """A request, which keeps its model loaded."""
+
+    def hold(self, entry: Entry) -> None:
+        """Count the request as a user of the model until it ends."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Entry:
+    """A model of the list."""
+
+    config: AppConfig
+    load: Callable[[Callable[[], bool]], LoadedModel] | None = None  # asks whether it is wanted; None: never again
+    adapters: Sequence[str] = ()  # of the start
+    is_kept: bool = True
+    memory: Memory = Memory()  # noqa: RUF009 - immutable
+    parts: ModelParts | None = None
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    load_s: float = 0.0  # that the last load took
+    num_loads: int = 0
+    asked_s: float = field(default_factory=time.monotonic)  # of the last request
+    error: str = ""  # of the last load
+    failed_s: float = 0.0
+    num_waiting: int = 0  # requests for a load
+    num_users: int = 0  # requests that it answers
+    is_leaving: bool = False
+    loading: asyncio.Task[None] | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set when a request leaves
+
+    @property
+    def name(self) -> str:
+        """Return the name that is reported."""
+        return self.config.served_model_names[0]
+
+    @property
+    def names(self) -> list[str]:
+        """Return what requests may call it, without patterns."""
+        return [*self.config.served_model_names, *(self.parts.engine.adapters if self.parts else self.adapters)]
+
+    @property
+    def state(self) -> State:
+        """Return whether the model answers."""
+        if self.loading is not None:
+            return State.LOADING
+        if self.reason:
+            return State.FAILED
+        return State.UNLOADED if self.parts is None else State.LOADED
+
+    @property
+    def reason(self) -> str:
+        """Return why it failed; empty if it did not."""
+        return self.error or (self.parts is not None and self.parts.engine.health().error) or ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether requests may use it."""
+        return self.parts is not None and not self.is_leaving
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether requests use it, or are about to."""
+        return self.num_users > 0 or (self.num_waiting > 0 and self.loading is None)
+
+    @property
+    def idle_s(self) -> float:
+        """Return the seconds since it last had work."""
+        last_s = max(self.asked_s, 0.0 if self.parts is None else self.parts.engine.stats.last_step_s)
+        return 0.0 if self.is_used else time.monotonic() - last_s
+
+    @property
+    def use_of_a_byte(self) -> float:
+        """Return the seconds of loading again, against its bytes and the time without work."""
+        return self.load_s / (max(self.memory.total, 1) * max(self.idle_s, 1e-3))
+
+    def release(self) -> None:
+        """Count a request as its user no longer."""
+        self.num_users -= 1
+        self.changed.set()
+
+    def now(self) -> ModelParts:
+        """Return its parts. Raises a 503 unless it is loaded."""
+        if self.parts is None:
+            message = f"The model {self.name!r} is not loaded; POST /v1/models/{self.name}/load, or ask it something."
+            raise ApiError(503, "model_not_loaded", self.error or message, "model", "server_error")
+        return self.parts
+
+
 class Models:
     """Finds the parts for a model's name; the first model answers requests without one."""
 
-    def __init__(self) -> None:
-        self.loaded: list[ModelParts] = []
+    def __init__(self, config: AppConfig) -> None:
+        self.entries: list[Entry] = []
+        self.memory_limit: int | None = None  # of those that are loaded at once
+        self.make_parts: Callable[[AppConfig, LoadedModel], ModelParts]  # of the application
+        self._config = config
+        self._turn = asyncio.Lock()  # of loads and unloads
+        self._changed = asyncio.Event()  # a request has left a model
+        self._loader = ThreadPoolExecutor(1, "quire-loader")
+        self._watching: asyncio.Task[None] | None = None
+        self._is_stopping = False
+
+    def add(self, entry: Entry, loaded: LoadedModel | None) -> None:
+        """Add a model, which is loaded already or can be."""
+        entry.changed = self._changed
+        if loaded is not None:
+            entry.parts, entry.num_loads = self.make_parts(entry.config, loaded), 1
+        self.entries.append(entry)
+
+    @property
+    def loaded(self) -> list[ModelParts]:
+        """Return the parts of models that are loaded."""
+        return [entry.parts for entry in self.entries if entry.parts is not None]
 
     @property
     def first(self) -> ModelParts:
-        """Return the parts of the first model."""
+        """Return the parts of the first model that is loaded."""
         return self.loaded[0]
 
-    def find(self, name: str | None) -> ModelParts:
-        """Return the parts of a model, an adapter or an alias. Raises a 404 for an unknown name."""
+    def find(self, name: str | None) -> Entry:
+        """Return the model of a name, an adapter or an alias. Raises a 404 for an unknown name."""
         if name is None:
-            return self.first
-        for aliases in (False, True):
-            for parts in self.loaded:
-                if parts.model.has(name, aliases=aliases):
-                    return parts
-        served = [
-            each
-            for parts in self.loaded
-            for each in (*parts.model.names, *parts.config.model_aliases, *parts.engine.adapters)
-        ]
+            return self.entries[0]
+        for entry in self.entries:
+            if name in entry.names:
+                return entry
+        for entry in self.entries:
+            if any(fnmatchcase(name, pattern) for pattern in entry.config.model_aliases):
+                return entry
+        served = [each for entry in self.entries for each in (*entry.names, *entry.config.model_aliases)]
         message = f"The model {shorten(name)!r} is not served here; use {' or '.join(served)}."
         raise ApiError(404, "model_not_found", message, "model")
 
     def named(self, name: str) -> ModelParts | None:
         """Return the parts of the loaded model of this first name."""
         return next((parts for parts in self.loaded if parts.name == name), None)
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    async def use(self, entry: Entry, holder: Holder | None = None, *, asks: bool = True) -> ModelParts:
+        """Return a model's parts, once it is loaded; `holder` then keeps it.
+
+        Raises a 503 if that failed, and with `asks` if loads are not for requests to ask for.
+        """
+        entry.asked_s = time.monotonic()
+        entry.num_waiting += 1
+        try:
+            is_ready, patience_s = entry.is_ready, RETRY_S
+            while not is_ready:
+                self._check(entry, patience_s, asks=asks)
+                if entry.loading is None:
+                    entry.loading = asyncio.create_task(self._load(entry))
+                    entry.changed.set()
+                await asyncio.shield(entry.loading)
+                is_ready = entry.parts is not None  # even if it is to leave next: not before it was used
+                patience_s = math.inf
+            if holder is not None:
+                holder.hold(entry)
+            return entry.now()
+        finally:
+            entry.num_waiting -= 1
+            entry.changed.set()
+
+    def _check(self, entry: Entry, patience_s: float, *, asks: bool) -> None:
+        """Raise a 503 if a load is of no use; a failure counts for `patience_s`."""
+        if self._is_stopping:
+            raise ShuttingDownError("The server is shutting down; send the request to another one.")
+        if asks and entry.parts is None and entry.loading is None and not entry.config.models_autoload:
+            entry.now()
+        if entry.error and (time.monotonic() - entry.failed_s < patience_s or entry.load is None):
+            message = f"The model {entry.name!r} could not be loaded: {entry.error}"
+            raise ApiError(503, "model_failed", message, "model", "server_error")
+
+    async def _load(self, entry: Entry) -> None:
+        """Load a model when its turn has come and there is room; its error is for those who wait."""
+        assert entry.load is not None, "one that cannot be loaded again is never unloaded"
+        entry.error, loaded, parts = "", None, None
+        try:
+            async with self._turn:
+                if entry.parts is not None:  # it did not leave
+                    return
+                await self._make_room(entry)
+                begun_s, loop = time.monotonic(), asyncio.get_running_loop()
+                loaded = await loop.run_in_executor(self._loader, entry.load, lambda: self._is_wanted(entry))
+                parts = await loop.run_in_executor(self._loader, self.make_parts, entry.config, loaded)
+                parts.client.start()
+                entry.parts, entry.num_loads, loaded = parts, entry.num_loads + 1, None
+                entry.load_s = time.monotonic() - begun_s
+                log.info("loaded %s in %.1f s", entry.name, entry.load_s)
+        except NotWantedError:
+            log.info("gave up loading %s: nobody waits for it", entry.name)
+        except Exception as error:  # any: it is this model's alone
+            entry.error, entry.failed_s = str(error) or type(error).__name__, time.monotonic()
+            log.error("%s could not be loaded: %s", entry.name, entry.error)  # noqa: TRY400 - one line
+            log.debug("it happened here:", exc_info=True)
+            if parts is not None:
+                parts.forget()
+            if loaded is not None:
+                await asyncio.to_thread(loaded.engine.stop, 0.0)
+        finally:
+            entry.loading = None
+
+    def _is_wanted(self, entry: Entry) -> bool:
+        """Return whether requests wait for a load. Any thread."""
+        return entry.num_waiting > 0 and not self._is_stopping
+
+    async def _make_room(self, entry: Entry) -> None:
+        """Unload models until another fits beside the rest. Raises ModelLoadError or NotWantedError."""
+        while True:
+            if not self._is_wanted(entry):
+                raise NotWantedError
+            others = [each for each in self.entries if each.parts is not None and each is not entry]
+            num_bytes = sum(each.memory.total for each in (*others, entry))
+            is_small = self.memory_limit is None or num_bytes <= self.memory_limit
+            if is_small and (not self._config.models_max or len(others) < self._config.models_max):
+                return
+            leaving = [each for each in others if not each.is_kept]
+            if not leaving:
+                raise ModelLoadError(f"it needs {human_bytes(entry.memory.total)} beside the models that stay.")
+            least = min(leaving, key=lambda each: (each.is_used, each.use_of_a_byte))
+            await self._let_go(least, lambda: self._is_wanted(entry))
+
+    def start(self) -> None:
+        """Start the engines that are loaded, and unload those without work from now on."""
+        if any(entry.config.idle_unload for entry in self.entries):
+            self._watching = asyncio.create_task(self._watch())
+        for parts in self.loaded:
+            parts.client.start()
+
+    async def unload(self, entry: Entry) -> None:
+        """Unload a model, once it has no work; requests that come meanwhile wait for it to be loaded again."""
+        async with self._turn:
+            await self._let_go(entry)
+
+    async def _let_go(self, entry: Entry, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Unload a model once it has no work, as long as that is wanted."""
+        entry.is_leaving = True
+        try:
+            while entry.is_used and is_wanted():
+                self._changed.clear()
+                await self._changed.wait()
+            if not entry.is_used:
+                await asyncio.shield(self._unload(entry))
+        finally:
+            entry.is_leaving = False
+
+    async def _unload(self, entry: Entry) -> None:
+        """End a model's engine, which keeps its cache on disk if there is one, and give its memory back to the system."""
+        if (parts := entry.parts) is None:
+            return
+        entry.parts, entry.error = None, ""
+        parts.forget()
+        await parts.client.stop(0.0)
+        await parts.close()
+        del parts
+        await asyncio.get_running_loop().run_in_executor(self._loader, give_memory_back)
+        log.info("unloaded %s", entry.name)
+
+    async def _watch(self) -> None:
+        """Unload models that had no work for --idle-unload seconds."""
+        patience = [(entry, entry.config.idle_unload) for entry in self.entries if entry.config.idle_unload]
+        while True:
+            rest_s = min(idle_s for _, idle_s in patience)
+            for entry, idle_s in patience:
+                if entry.parts is None or entry.is_kept:
+                    continue
+                if entry.idle_s >= idle_s and not self._turn.locked():
+                    await self.unload(entry)
+                else:
+                    rest_s = min(rest_s, idle_s - entry.idle_s)
+            await asyncio.sleep(max(rest_s, _LOOK_S))
 
     # -- of all engines ----------------------------------------------------------------------------------------------
 
@@ -95,9 +367,24 @@ class Models:
         return [parts.engine for parts in self.loaded]
 
     @property
+    def loaded_by_name(self) -> dict[str, float]:
+        """Return which models are loaded."""
+        return {entry.name: entry.parts is not None for entry in self.entries}
+
+    @property
+    def failed_by_name(self) -> dict[str, float]:
+        """Return which models cannot answer."""
+        return {entry.name: bool(entry.reason) for entry in self.entries}
+
+    @property
+    def loads_by_name(self) -> dict[str, float]:
+        """Return how often each model was loaded."""
+        return {entry.name: entry.num_loads for entry in self.entries}
+
+    @property
     def is_draining(self) -> bool:
         """Return whether the engines are being stopped."""
-        return all(parts.client.is_draining for parts in self.loaded)
+        return self._is_stopping
 
     @property
     def is_abandoned(self) -> bool:
@@ -112,23 +399,38 @@ class Models:
     @property
     def request_s(self) -> float:
         """Return how long requests take on average."""
-        return max(engine.stats.e2e_s.mean for engine in self.engines)
+        return max((engine.stats.e2e_s.mean for engine in self.engines), default=0.0)
 
     @property
     def is_dead(self) -> bool:
-        """Return whether no engine lives any more."""
-        return all(engine.health().error is not None for engine in self.engines)
+        """Return whether no engine lives any more, and none can be loaded."""
+        return all(entry.parts and entry.parts.engine.health().error is not None for entry in self.entries)
 
     def order_stop(self, drain_s: float) -> None:
         """Refuse new work from now on; let open answers finish for `drain_s`, abort the rest."""
+        self._is_stopping = True
+        self._changed.set()
+        if self._watching is not None:
+            self._watching.cancel()
         for parts in self.loaded:
             parts.client.order_stop(drain_s)
 
     async def stop(self, drain_s: float) -> None:
         """Order the stop and return when all engines have stopped."""
+        self.order_stop(drain_s)
         await asyncio.gather(*(parts.client.stop(drain_s) for parts in self.loaded))
+        async with self._turn:  # of a load, which has been given up, or has just ended
+            await asyncio.gather(*(parts.client.stop(0.0) for parts in self.loaded))
+        self._loader.shutdown(wait=False)
 
     def abandon(self, error: QuireError) -> None:
         """End every open answer on `error`, and ignore the engines from now on."""
         for parts in self.loaded:
             parts.client.abandon(error)
+
+
+def give_memory_back() -> None:
+    """Return what an unloaded model had to the system."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what has been freed
+        trim(0)

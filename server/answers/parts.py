@@ -13,7 +13,7 @@ from fastapi import Depends, Request
 from engine.handle import EngineHandle
 from server.answers.content_guard import Judge
 from server.answers.model import ServedModel
-from server.answers.models import Models
+from server.answers.models import Entry, Models
 from server.answers.respond import Responder
 from server.answers.stored_responses import ResponseStore
 from server.http.middleware import part, state_of
@@ -26,20 +26,32 @@ from server.tenancy.tenancy import DEFAULT
 
 
 def _of_model(name: str) -> Any:
-    """Return a dependency: the part that answers for the request's model."""
+    """Return a dependency: the part that answers for the request's model. Raises a 503 unless it is loaded."""
 
     async def find(request: Request) -> Any:
-        parts = request.scope[STATE].parts or request.app.state.models.find(request.query_params.get("model"))
-        return getattr(parts, name)
+        return getattr(_entry(request).now(), name)
 
     return Depends(find)
+
+
+def _entry(request: Request) -> Entry:
+    """Return the request's model, which stays until the request ends."""
+    state = request.scope[STATE]
+    if state.held is None:
+        state.hold(request.app.state.models.find(request.query_params.get("model")))
+    entry: Entry = state.held
+    return entry
+
+
+async def _config(request: Request) -> AppConfig:
+    return _entry(request).config
 
 
 InModels = Annotated[Models, part("models")]
 InModel = Annotated[ServedModel, _of_model("model")]
 InResponder = Annotated[Responder, _of_model("responder")]
 InEngine = Annotated[EngineHandle, _of_model("engine")]
-InConfig = Annotated[AppConfig, _of_model("config")]
+InConfig = Annotated[AppConfig, Depends(_config)]
 InJudge = Annotated[Judge | None, _of_model("judge")]
 InLive = Annotated[LiveView, _of_model("live")]
 InAdapterTurn = Annotated[asyncio.Lock, _of_model("adapter_turn")]

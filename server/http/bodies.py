@@ -10,6 +10,7 @@ the same model that a small body becomes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import marshal
@@ -30,7 +31,7 @@ from engine.system.child_process import ChildCrashError, ChildError, ChildProces
 from engine.system.similar import closest
 from engine.text.fields.body import RequestBody
 from server.http.middleware import CALLER, RequestState, Turns
-from server.http.threads import Worker, run_slowly
+from server.http.threads import Worker, run_slowly, unless_disconnected
 from server.protocol.errors import STATE, ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.events import FieldIgnored, Listener
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 INLINE_BYTES = 256 * 1024
 INLINE_VALUES = 32 * 1024  # about 3 ms
 MAX_READ_S = 20.0
+LOADING_S = 1.0  # between two comments of a stream whose model is being loaded
 FREE_BYTES = 64 * 1024  # of each body, which count on no caller
 MAX_HELD_BODIES = 8  # of the largest size: the bytes of incomplete or unread bodies that are held at most
 
@@ -50,6 +52,12 @@ _PIECE_BYTES = 1 << 16
 
 MAX_NAMED_FIELDS = 20
 _MAX_EXPLAINED = 3  # unknown fields for which a declared one is suggested
+
+_STREAM = [  # the headers of EventStream
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+]
 
 Checked = TypeVar("Checked", bound=BaseModel)
 Body = TypeVar("Body", bound=RequestBody)
@@ -279,7 +287,10 @@ class ModelFinder(Protocol):
         """Return how long requests take on average."""
 
     def find(self, name: str | None) -> Any:
-        """Return the parts of a model. Raises a 404."""
+        """Return a model. Raises a 404."""
+
+    async def use(self, entry: Any, holder: Any) -> Any:
+        """Return the parts of a model once it is loaded, which the holder then keeps. Raises a 503."""
 
 
 class RequestReader:
@@ -287,6 +298,7 @@ class RequestReader:
 
     def __init__(self, bodies: BodyReader, models: ModelFinder, config: AppConfig, emit: Listener) -> None:
         self._bodies, self._models, self._emit = bodies, models, emit
+        self._keep_alive_s = config.sse_keep_alive_interval_s
         self._max_bytes, self._is_strict = config.max_body_bytes, config.strict_fields
         # What a daemon of this role does not do with a hand-over.
         self._drops_decode, self._drops_prefill = config.role != "prefill", config.role != "decode"
@@ -310,8 +322,13 @@ class RequestReader:
             await self._bodies.turns.take()
             IS_LARGE.set(is_large(raw))
             body = await self._bodies.read(model, raw) if IS_LARGE.get() else self._bodies.read_small(model, raw)
-        state.parts = self._models.find(getattr(body, "model", None))
-        find = partial(body.without_effect, state.parts.model.limits)
+        entry = self._models.find(getattr(body, "model", None))
+        if entry.is_ready:
+            parts = await self._models.use(entry, state)
+        else:
+            waits = self._silent if state.begun_s is None or not getattr(body, "stream", False) else self._commented
+            parts = await unless_disconnected(request.receive, waits(request, entry))
+        find = partial(body.without_effect, parts.model.limits)
         names = await run_slowly(find) if IS_LARGE.get() else find()
         transfer = getattr(body, "kv_transfer_params", None)
         if transfer is not None and self._drops(transfer):
@@ -319,6 +336,25 @@ class RequestReader:
         if names:
             self._report(state, model, names)
         return body
+
+    async def _silent(self, request: Request, entry: Any) -> Any:
+        """Return a model's parts once it is loaded."""
+        return await self._models.use(entry, request.scope[STATE])
+
+    async def _commented(self, request: Request, entry: Any) -> Any:
+        """Return a model's parts once it is loaded; meanwhile the request's stream has begun, with comments."""
+        state, rest_s = request.scope[STATE], self._keep_alive_s or None
+        loading = asyncio.ensure_future(self._models.use(entry, state))
+        try:
+            while not (await asyncio.wait((loading,), timeout=rest_s and min(rest_s, LOADING_S)))[0]:
+                if state.late_status is None:
+                    state.late_status = 0
+                    await request._send({"type": "http.response.start", "status": 200, "headers": _STREAM})  # noqa: SLF001
+                comment = f": loading {entry.name}\n\n".encode()
+                await request._send({"type": "http.response.body", "body": comment, "more_body": True})  # noqa: SLF001
+            return loading.result()
+        finally:
+            loading.cancel()
 
     def _drops(self, transfer: Any) -> bool:
         """Return whether the field asks for what a daemon of another role would do."""

@@ -18,6 +18,7 @@ from collections.abc import Collection, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from http import HTTPStatus
 from ipaddress import IPv6Address, IPv6Network
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -49,7 +50,8 @@ class RequestState:
     begun_s: float | None = None  # Unix time of its arrival; None of a batch line
     is_anthropic: bool = False  # a request of Anthropic's API
     is_background: bool = False  # a line of a batch that runs while the engine is otherwise idle
-    parts: Any = None  # of the model that the body names, see server/answers/models.py
+    held: Any = None  # the model that the body names, see server/answers/models.py
+    late_status: int | None = None  # of a stream whose head was sent while its model was loaded; 0 until it is known
     account: Account | None = None  # left by the guard
     owner: str = DEFAULT  # of what the request stores, see server/tenancy/tenancy.py
     is_open: bool = False  # the account counts it
@@ -69,8 +71,27 @@ class RequestState:
             self.is_open = True
             self.account.num_open += 1
 
+    def hold(self, entry: Any) -> None:
+        """Keep a model loaded while the request is open."""
+        entry.num_users += 1
+        self.held = entry
+
+    def after_head(self, message: Message) -> Message:
+        """Return a message for one that follows the head; an answer after comments has no other head."""
+        if self.late_status is None:
+            return message
+        if message["type"] == "http.response.start":
+            self.late_status = message["status"]
+            return {"type": "http.response.body", "body": b"", "more_body": True}
+        if self.late_status in (0, HTTPStatus.OK):
+            return message
+        return {**message, "body": b"event: error\ndata: " + message["body"] + b"\n\n"}  # an error, in place of events
+
     def leave(self) -> None:
-        """Count the request as open no longer. Idempotent."""
+        """Count the request as open no longer, and let go of its model. Idempotent."""
+        if self.held is not None:
+            self.held.release()
+            self.held = None
         if self.is_open and self.account is not None:
             self.is_open = False
             self.account.num_open -= 1
@@ -124,7 +145,9 @@ class RequestScope:
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
+            if status:
+                message = state.after_head(message)
+            elif message["type"] == "http.response.start":
                 status = message["status"]
                 self._complete(MutableHeaders(scope=message), state, span)
             await send(message)
@@ -156,7 +179,7 @@ class RequestScope:
         if state.ignored_fields:
             headers["x-quire-ignored-fields"] = ", ".join(state.ignored_fields)
         if state.account is not None:
-            if state.record is None:  # it runs nothing, so it is over
+            if state.record is None and state.late_status is None:  # it runs nothing, so it is over
                 state.leave()
             generation = None if state.record is None else state.record.generation
             headers.update(state.account.headers(generation.num_drawn_tokens if generation is not None else 0))

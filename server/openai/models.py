@@ -1,7 +1,8 @@
-"""GET /v1/models and /v1/models/{id}, in OpenAI's or Anthropic's shape."""
+"""The models: /v1/models and /v1/models/{id}, in OpenAI's or Anthropic's shape; load and unload."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
@@ -9,12 +10,21 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from server.answers.models import ModelParts
-from server.answers.parts import InModels, InOwner
+from server.answers.models import Entry, State
+from server.answers.parts import InModels, InOwner, check_operator
 from server.http.middleware import state_of
 from server.http.openapi import answers
+from server.http.threads import unless_disconnected
 from server.protocol.documents import ResponseBody
+from server.protocol.errors import ApiError
 from server.tenancy.tenancy import DEFAULT
+
+
+class ModelStatus(ResponseBody):
+    """Whether a model is loaded, in llama-server's shape."""
+
+    value: State = Field(description="loaded, loading, unloaded or failed; requests load an unloaded model.")
+    reason: str | None = Field(None, description="Why it failed.")
 
 
 class ModelCard(ResponseBody):
@@ -26,10 +36,11 @@ class ModelCard(ResponseBody):
     owned_by: str = Field(description="Always quire.")
     root: str = Field(description="What is served under this name.")
     parent: str | None = Field(description="An adapter's model.")  # of an adapter: its base model
-    max_model_len: int = Field(description="The longest prompt and answer together.")
+    max_model_len: int | None = Field(description="The longest prompt and answer together; null until it is loaded.")
     input_modalities: list[str] = Field(
         description="What prompts may have: text, and image where the model takes images."
     )
+    status: ModelStatus = Field(description="Whether it is loaded.")
 
     def for_anthropic(self) -> ModelInfo:
         """Return the model in Anthropic's shape."""
@@ -40,8 +51,8 @@ class ModelCard(ResponseBody):
             display_name=self.id,
             created_at=created.strftime("%Y-%m-%dT%H:%M:%SZ"),
             lifecycle="active",
-            max_input_tokens=self.max_model_len,
-            max_tokens=self.max_model_len,
+            max_input_tokens=self.max_model_len or 0,
+            max_tokens=self.max_model_len or 0,
         )
 
 
@@ -96,20 +107,29 @@ class ModelPageQuery(BaseModel):
 router = APIRouter()
 
 
-def _card(parts: ModelParts, owner: str, name: str) -> ModelCard:
+def _card(entry: Entry, owner: str, name: str) -> ModelCard:
     """Return the description of a served name, the model's or an adapter's; only the operator sees its path."""
-    model, loaded = parts.model, parts.engine.adapters.get(name)
-    path = parts.config.model if loaded is None else loaded.path
+    parts, is_adapter = entry.parts, name not in entry.config.served_model_names
+    loaded = None if parts is None else parts.engine.adapters.get(name)
+    path = name if is_adapter else entry.config.model
+    if loaded is not None:
+        path = loaded.path
     return ModelCard(
         id=name,
         object="model",
-        created=model.started_s if loaded is None else loaded.loaded_s,
+        created=entry.created_s if loaded is None else loaded.loaded_s,
         owned_by="quire",
         root=path if owner == DEFAULT else name,
-        parent=None if loaded is None else model.names[0],
-        max_model_len=model.limits.max_model_len,
-        input_modalities=["text"] if model.images is None else ["text", "image"],
+        parent=entry.name if is_adapter else None,
+        max_model_len=None if parts is None else parts.model.limits.max_model_len,
+        input_modalities=["text"] if parts is None or parts.model.images is None else ["text", "image"],
+        status=_status(entry),
     )
+
+
+def _status(entry: Entry) -> ModelStatus:
+    state = entry.state
+    return ModelStatus(value=state) if state is not State.FAILED else ModelStatus(value=state, reason=entry.reason)
 
 
 def _json(answer: ResponseBody) -> Response:
@@ -119,9 +139,7 @@ def _json(answer: ResponseBody) -> Response:
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(http: Request, models: InModels, owner: InOwner) -> Response:
     """List the names that requests may use."""
-    cards = [
-        _card(parts, owner, name) for parts in models.loaded for name in (*parts.model.names, *parts.engine.adapters)
-    ]
+    cards = [_card(entry, owner, name) for entry in models.entries for name in entry.names]
     if state_of(http.scope).is_anthropic:
         return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))
     return _json(ModelList(object="list", data=cards))
@@ -132,3 +150,25 @@ async def retrieve_model(http: Request, models: InModels, owner: InOwner, name: 
     """Return a model, or a 404."""
     card = _card(models.find(name), owner, name)
     return _json(card.for_anthropic() if state_of(http.scope).is_anthropic else card)
+
+
+@router.post("/v1/models/{name:path}/load", responses=answers(ModelStatus))
+async def load_model(http: Request, models: InModels, owner: InOwner, name: str) -> Response:
+    """Load a model now; answers when it is loaded. For the operator's keys."""
+    check_operator(owner, "Loading and unloading models")
+    entry = models.find(name)
+    entry.failed_s = -math.inf  # tries again now
+    await http.body()
+    await unless_disconnected(http.receive, models.use(entry, asks=False))
+    return _json(_status(entry))
+
+
+@router.post("/v1/models/{name:path}/unload", responses=answers(ModelStatus))
+async def unload_model(models: InModels, owner: InOwner, name: str) -> Response:
+    """Unload a model once it has no work; requests that come meanwhile load it again. For the operator's keys."""
+    check_operator(owner, "Loading and unloading models")
+    entry = models.find(name)
+    if entry.load is None:
+        raise ApiError(400, "invalid_value", f"The model {entry.name!r} cannot be loaded again.", "model")
+    await models.unload(entry)
+    return _json(_status(entry))

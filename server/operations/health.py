@@ -18,8 +18,11 @@ router = APIRouter()
 
 def check_health(models: Models, stall_limit_s: float, name: str | None = None) -> None:
     """Raise a 503 if no engine lives, or one has work and makes no step; or of one model, if a name is given."""
-    healths = [parts.engine.health() for parts in (models.loaded if name is None else [models.find(name)])]
-    if not (any(health.alive for health in healths) or models.is_draining):
+    entries = models.entries if name is None else [models.find(name)]
+    healths = [entry.parts.engine.health() for entry in entries if entry.parts is not None]
+    if name is not None and entries[0].error:
+        raise ApiError(503, "model_failed", entries[0].error, type="server_error")
+    if len(healths) == len(entries) and not (any(health.alive for health in healths) or models.is_draining):
         message = next((health.error for health in healths if health.error), "The engine thread is not running.")
         raise ApiError(503, "engine_dead", message, type="server_error")
     stalled_s = max((health.seconds_since_step for health in healths), default=0.0)
@@ -30,9 +33,9 @@ def check_health(models: Models, stall_limit_s: float, name: str | None = None) 
 
 @router.get("/health", response_class=PlainTextResponse)
 async def health(models: InModels, config: InConfig, model: str | None = None) -> Response:
-    """Liveness: an engine lives, or that of `model`, and makes steps while it has work."""
+    """Liveness: an engine lives and makes steps while it has work; of `model`, its state."""
     check_health(models, config.stall_limit_s, model)
-    return PlainTextResponse("ok\n")
+    return PlainTextResponse("ok\n" if model is None else f"{models.find(model).state.value}\n")
 
 
 @router.get("/ready", response_class=PlainTextResponse)

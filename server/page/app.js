@@ -68,11 +68,25 @@ const live = new Live({
   },
 });
 
+const watched = byId("engine-model");
+watched.addEventListener("change", () => live.watch(watched.value));
+watched.addEventListener("focus", async () => showStates((await getJson("v1/models")).data));
+
+/** Offer models, with their states, for the view of the engine. */
+function showStates(models) {
+  while (watched.options.length < models.length) {
+    watched.add(new Option());
+  }
+  models.forEach(({ id, status }, index) => Object.assign(watched.options[index], { value: id, text: `${id}: ${status.value}` }));
+  watched.hidden = models.length < 2;
+}
+
 async function connect() {
   try {
     const { data: models } = await getJson("v1/models");
     showModels(models);
-    byId("model-name").textContent = models[0].id;
+    showStates(models);
+    byId("model-name").textContent = models.map(({ id }) => id).join(", ");
     desk.setModels(models);
     byId("key-dialog").close();
     live.start();

@@ -24,7 +24,7 @@ let edited = null; // { settings, changed } of the conversation on show
 /** Offer the served models. */
 export function showModels(models) {
   elements.model.replaceChildren(...models.map((model) => new Option(model.id)));
-  elements.max_tokens.max = models[0].max_model_len;
+  elements.max_tokens.max = models[0].max_model_len ?? "";
 }
 
 /** Edit a conversation's settings in place; `changed()` is called when the dialog closes. */

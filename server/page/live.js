@@ -16,6 +16,7 @@ export class Live {
   #samples = []; // snapshots of the last seconds, oldest first
   #timer = 0;
   #isAsking = false;
+  #model = "";
 
   /** `onSnapshot` hears of every snapshot, `onError` of every failure to get one. */
   constructor({ onSnapshot, onError }) {
@@ -36,11 +37,21 @@ export class Live {
     }
   }
 
+  /** Show this model's engine from now on. */
+  watch(model) {
+    this.#model = model;
+    this.#samples.length = 0;
+    this.start();
+  }
+
   async #ask() {
     let pause = POLL_MS;
     this.#isAsking = true;
     try {
       const query = new URLSearchParams({ ...this.pool.query, since: this.#samples.at(-1)?.time_s ?? 0 });
+      if (this.#model) {
+        query.set("model", this.#model);
+      }
       const snapshot = await getJson(`v1/engine/live?${query}`);
       this.#show(snapshot);
       pause = snapshot.cells.blocks_per_cell > 1 ? LARGE_POLL_MS : POLL_MS;

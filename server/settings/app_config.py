@@ -21,6 +21,7 @@ from engine.text.tools.formats import TOOL_FORMATS
 from server.settings.origins import read_hosts, read_origins
 
 _model = section("Model")
+_device = section("Device and memory")
 _scheduling = section("Scheduling")
 _http = section("HTTP")
 _batches = section("Files and batches")
@@ -81,6 +82,31 @@ class AppConfig:
         "how /v1/embeddings makes one vector of hidden states: the last token's, the first one's (cls), or the mean of all; auto is "
         "as the model's files say",
         choices=("auto", *(each.value for each in Pooling)),
+    )
+    keep: tuple[str, ...] = _model(
+        (),
+        "NAME",
+        "of several models, those that are loaded at the start and stay; others are loaded by the first request for them",
+        unset="all; with --idle-unload or --models-max none, and the first is loaded at the start",
+    )
+    idle_unload: float | None = _model(
+        None, "SECONDS", "unload a model without work for so long, unless it is kept", unset="never", above=0
+    )
+    models_max: int = _device(
+        0,
+        "N",
+        "most models that are loaded at once; the least useful one leaves for another; 0 is no limit",
+        at_least=0,
+    )
+    models_memory: int | None = _device(
+        None,
+        "SIZE",
+        "memory of all models that are loaded at once: weights, KV pools and caches",
+        unset="on a CPU, what is free at the start",
+        at_least=1,
+    )
+    models_autoload: bool = _device(
+        True, "", "load a model when a request names it; otherwise POST /v1/models/NAME/load does"
     )
     history_cache: int = _scheduling(
         4096,

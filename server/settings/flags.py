@@ -11,15 +11,19 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.core.errors import ConfigError
-from engine.settings.foreign import SPELLINGS, narrower, refuse, split, unread_variables
+from engine.settings.foreign import SPELLINGS, check_same, narrower, refuse, split, translate, unread_variables
 from engine.settings.setting import Declared, describe, fault, features, names_of, to_flag
 from server.settings.settings import DECLARED, ENV_PREFIX, Settings, read_entry, read_sources, suggestion
+
+if TYPE_CHECKING:
+    from server.settings.model_lists import ListedModel
 
 GROUPS = (  # the headings of --help, in order
     "Model",
@@ -145,15 +149,37 @@ def load_settings(argv: Sequence[str]) -> Settings:
     sources = read_sources(DECLARED, flags, os.environ, foreign)
     rest = [word for word in unknown if word.startswith("-")] or unknown[:1]  # the others are their values
     refuse([*sources.faults, *map(_unknown, rest)])
-    settings = _checked(sources.values, sources.origins)
-    shared = {name: value for name, value in sources.values.items() if name not in ("model", "models")}
+    values = sources.values
+    folder, preset = values.get("models_dir"), values.get("models_preset")
+    if folder or preset:
+        from server.settings.model_lists import AT_ONCE, in_folder, in_preset
+
+        listed = [*(in_folder(Path(folder)) if folder else ()), *(in_preset(Path(preset)) if preset else ())]
+        values |= {"models": [*values.get("models", ()), *listed], "models_max": values.get("models_max", AT_ONCE)}
+    settings = _checked(values, sources.origins)
+    shared = {name: value for name, value in values.items() if name not in ("model", "models")}
     for index, entry in enumerate(settings.models, 1):
-        own = read_entry(entry, index)
+        own = read_entry(_of_list(cast("ListedModel", entry), settings) if isinstance(entry, tuple) else entry, index)
         settings.each.append(_checked(shared | own, sources.origins | dict.fromkeys(own, f"models, item {index}")))
     settings.remarks.extend([*sources.remarks, *narrower(settings)])
     if unread := unread_variables(os.environ):
         settings.remarks.append(f"{', '.join(unread)} (variables of other servers; Quire's begin with {ENV_PREFIX})")
     return settings
+
+
+def _of_list(listed: ListedModel, settings: Settings) -> dict[str, Any]:
+    """Return the settings of a model that another server's list has. Raises ConfigError."""
+    words, foreign = split(listed.words)
+    given, unknown = make_parser().parse_known_args(words)
+    translated = translate(foreign)
+    values = {"served_model_name": [listed.name]} | check_same(translated, vars(given)) | listed.settings
+    faults = [*translated.faults, *map(_unknown, [word for word in unknown if word.startswith("-")])]
+    refuse([f"{listed.name}: {fault}" for fault in faults])
+    settings.remarks.extend(translated.remarks)
+    model = values.pop("model", None)
+    for name in ("host", "port"):
+        values.pop(name, None)  # of a process that is not needed here
+    return {"model": model[0] if isinstance(model, list) and model else model, **values}
 
 
 def _checked(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:

@@ -31,6 +31,12 @@ class ServeConfig:
         "several models instead, each a name, or in the file of --config a mapping of `model` and the settings in which it differs",
         unset="MODEL alone",
     )
+    models_dir: Path | None = _model(
+        None, "DIR", "folder whose GGUF files and folders are models, at most 4 of them loaded at once", unset="none"
+    )
+    models_preset: Path | None = _model(
+        None, "FILE", "INI file with a section of llama-server's flags for each model", unset="none"
+    )
     served_model_name: tuple[str, ...] = _model(
         (),
         "NAME",

@@ -268,7 +268,9 @@ def read_entry(entry: object, index: int) -> dict[str, Any]:
     place = f"--models, item {index},"
     if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
         raise ConfigError(f"{place} is {entry!r}; it must be a model, or a mapping with a key model.")
-    own = names_of([each for each in DECLARED if each.setting.group in _OWN_GROUPS and each.name != "models"])
+    own = names_of(
+        [each for each in DECLARED if each.setting.group in _OWN_GROUPS and not each.name.startswith("models")]
+    )
     found: dict[str, Any] = {}
     for key, value in entry.items():
         name = str(key).replace("-", "_")
@@ -276,6 +278,8 @@ def read_entry(entry: object, index: int) -> dict[str, Any]:
             hint = suggestion(str(key), [each.replace("_", "-") for each in own])
             raise ConfigError(f"{place} sets {key!r}, which is not a setting of one model{hint or '; remove it.'}")
         found |= expand(DECLARED, name, value)
+    if isinstance(keeps := found.get("keep"), bool):
+        found["keep"] = [entry["model"]] if keeps else []
     return found
 
 
@@ -318,6 +322,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"--config is {str(path)!r}, which holds no settings; write one 'name: value' a line.")
     protective = {each.name for each in DECLARED if _is_protective(each)}
+    if isinstance(content.get("models"), dict):
+        from server.settings.model_lists import of_llama_swap
+
+        content = of_llama_swap(content)
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")

@@ -215,7 +215,7 @@ class Metrics:
         self.registry, self._compat_vllm = CollectorRegistry(), compat_vllm
         self._models = ModelCollector()
         self.loop_lag = LoopLag()
-        self.registry.register(RowCollector(lambda: self.loop_lag, ROWS["event_loop"]))
+        self.add_rows("event_loop", self.loop_lag)
         self.registry.register(self._models)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
@@ -227,9 +227,9 @@ class Metrics:
         """Return the exposition and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    def add_spans(self, counts: object) -> None:
-        """Export what became of spans; the rows do not exist where nothing counts them."""
-        self.registry.register(RowCollector(lambda: counts, ROWS["spans"]))
+    def add_rows(self, group: str, counts: object) -> None:
+        """Export a group of rows, such as what became of spans; they do not exist where nothing counts them."""
+        self.registry.register(RowCollector(lambda: counts, ROWS[group]))
 
     def add_model(self, name: str, engine: EngineHandle, history: object | None = None) -> Metrics:
         """Export the metrics of a model, with the counts of its `history` if it has one, until it is removed."""

@@ -156,12 +156,12 @@ def test_embeddings_are_the_last_hidden_state(http: TestClient, oracle: Oracle, 
 
 
 def test_embeddings_are_the_mean_hidden_state(http: TestClient, oracle: Oracle) -> None:
-    config = http.app.state.models.first.config  # type: ignore[attr-defined]
-    http.app.state.models.first.config = replace(config, pooling="mean")  # type: ignore[attr-defined]
+    config = http.app.state.models.entries[0].config  # type: ignore[attr-defined]
+    http.app.state.models.entries[0].config = replace(config, pooling="mean")  # type: ignore[attr-defined]
     try:
         (entry,) = post(http, "/v1/embeddings", input=CONTEXT)["data"]
     finally:
-        http.app.state.models.first.config = config  # type: ignore[attr-defined]
+        http.app.state.models.entries[0].config = config  # type: ignore[attr-defined]
     expected = torch.nn.functional.normalize(oracle.hidden(encode(http, CONTEXT)).mean(0), dim=0)
     assert torch.tensor(entry["embedding"]) == pytest.approx(expected, abs=1e-5)
 

@@ -19,7 +19,7 @@ from engine.text.fields.chat import Conversation
 from engine.text.types import CallArguments, CallBegin, Content, Reasoning
 from loadtest.fake_runner import FakeRunner
 from server.answers.content_guard import ContentGuard, conversation, written
-from server.answers.models import LoadedModel
+from server.answers.models import Entry, LoadedModel
 from server.app import make_app
 
 EVERY = 8
@@ -70,9 +70,9 @@ def guarded() -> Iterator[Callable[..., Live]]:
             config = replace(APP, guard="judge", guard_every=EVERY, guard_strict=strict)
             chat.app = make_app(
                 [
-                    (config, LoadedModel(chat.engine, byte_tokenizer())),
+                    (Entry(config=config), LoadedModel(chat.engine, byte_tokenizer())),
                     (
-                        replace(config, served_model_names=("judge",)),
+                        Entry(config=replace(config, served_model_names=("judge",))),
                         LoadedModel(guard.engine, byte_tokenizer(template)),
                     ),
                 ]
@@ -179,7 +179,7 @@ def test_a_text_cannot_write_its_own_verdict(url: str) -> None:
 def test_the_judged_prefix_is_cached(guarded: Callable[..., Live]) -> None:
     live = guarded()
     ask(live.url, "words " * 20)
-    found = live.app.state.models.find("judge").engine.stats
+    found = live.app.state.models.find("judge").now().engine.stats
     assert found.prefix_hit_tokens > found.prompt_tokens / 2
 
 
@@ -226,7 +226,7 @@ def test_a_guard_that_fails_shows_nothing(guarded: Callable[..., Live]) -> None:
     )
     assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert "The guard judge cannot read" in long.json()["error"]["message"]
-    live.app.state.models.find("judge").client.order_stop(0.0)
+    live.app.state.models.find("judge").now().client.order_stop(0.0)
     stopped = httpx.post(live.url + "/v1/chat/completions", json=asked)
     assert (stopped.status_code, stopped.json()["error"]["code"]) == (503, "guard_unavailable")
 

@@ -45,6 +45,7 @@ ROUTES = {
     ("POST", "/v1/batches/{batch_id}/cancel"): ("batch", "ended"),
 }
 NOT_STORED = {"/v1/models/{name:path}", "/page/{name:path}"}  # names that the operator chose, and files of ours
+NOT_STORED |= {"/v1/models/{name:path}/load", "/v1/models/{name:path}/unload"}
 # Every field of a body that names something stored, and bodies it stands in.
 FIELDS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
     "previous_response_id": (
@@ -439,6 +440,13 @@ def test_the_live_view_shows_a_tenant_its_own_sequences(serve: Callable[..., Liv
         assert [tags(key) for key in KEYS] == [[], own]
     eventually(lambda: look("ann-key")["ended"] != [])
     assert [[end["tag"] for end in look(key)["ended"]] for key in KEYS] == [[], own]
+
+
+def test_models_are_the_operators(serve: Callable[..., Live], tmp_path: Path) -> None:
+    (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
+    with client(serve(tenants=tmp_path / "tenants.yaml", api_keys=("plain",)), "ann-key") as http:
+        for action in ("load", "unload"):
+            assert http.post(f"/v1/models/parrot/{action}").status_code == 403
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])

@@ -48,6 +48,7 @@ class Counts:
     def __init__(self) -> None:
         self.sent = 0
         self.dropped = {"queue_full": 0}
+        self.loaded_by_name = self.failed_by_name = self.loads_by_name = {"m": 0}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,8 @@ def families() -> dict[str, tuple[str, set[str]]]:
     metrics = Metrics(compat_vllm=False).add_model(
         "m", Engine(Scheduler(config), FakeRunner(config), EngineFacts(16)), HistoryCounts()
     )
-    metrics.add_spans(Counts())
+    metrics.add_rows("spans", Counts())
+    metrics.add_rows("models", Counts())
     found: dict[str, tuple[str, set[str]]] = {}
     for line in metrics.render()[0].decode().splitlines():
         if line.startswith("# TYPE"):

@@ -13,6 +13,8 @@ from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.text.chat.history import HistoryCounts
 from loadtest.fake_runner import FakeRunner
+from server.answers.models import Models
+from server.settings.app_config import AppConfig
 from server.telemetry.metrics import LoraCollector, Metrics, RowCollector
 from server.telemetry.otlp import SpanCounts
 from tests.reference.tables import MADE, cell, table
@@ -34,7 +36,8 @@ def metrics_page() -> str:
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=16)
     engine = Engine(Scheduler(config), FakeRunner(config), EngineFacts(16))
     metrics = Metrics(compat_vllm=True).add_model("MODEL", engine, HistoryCounts())
-    metrics.add_spans(SpanCounts())
+    metrics.add_rows("spans", SpanCounts())
+    metrics.add_rows("models", Models(AppConfig(model="", served_model_names=("MODEL",))))
     rows = list(dict.fromkeys(_rows(metrics)))
     heads = ("metric", "type", "labels", "meaning")
     lines = [_HEAD]

@@ -32,10 +32,10 @@ class Arena:
         self._chunk, self._used, self._backed = huge_pages.of_memory(memory.pages), 0, memory
 
     def release(self) -> None:
-        """Give back what is left of the memory of `use`."""
+        """Give back what is left of the memory of `use`, and begin another chunk: the next tensors may live longer."""
         if self._backed is not None:
             self._backed.release(len(self._backed.pages) - len(self._chunk) + self._used)
-            self._chunk, self._used, self._backed = self._chunk[:0], 0, None
+        self._chunk, self._used, self._backed = torch.empty(0, dtype=torch.uint8), 0, None
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor of `shape`; fresh memory is zero, and none is used twice."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from ctypes import POINTER, Structure, addressof, c_char, c_char_p, c_int32, c_int64, c_void_p
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from struct import Struct
 from typing import Any
 
@@ -181,6 +181,7 @@ class Library:
         self._kinds: dict[str, int] = {}
         check_layout(functions)
         self._set_threads = _declare(functions.quire_set_threads, None, c_int32)
+        self._stay_aside = _declare(functions.quire_stay_aside, None, c_int32)
         self._use_isa = _declare(functions.quire_use_isa, c_int32, c_int32)
         # Keeps freed memory in the process from now on, up to 256 MiB, for the next step.
         self.keep_memory = _declare(functions.quire_keep_memory, None)
@@ -223,6 +224,11 @@ class Library:
         """Set how many threads a call may use, the calling one included."""
         self._set_threads(num_threads)
         self.num_threads = num_threads
+
+    def stay_aside(self, *, stays: bool) -> None:
+        """Have this thread, and those that pack for it, compute alone, because the team is busy with steps; or not."""
+        self._stay_aside(stays)
+        self.packer.begin = partial(self._stay_aside, stays)
 
     def kind(self, name: str) -> int:
         """Return the address of a kind of part. Raises ConfigError if its structure is another here."""

@@ -20,13 +20,14 @@ class Packer:
     """Runs calls that pack matrices, and reports on them."""
 
     def __init__(self) -> None:
+        self.begin: Callable[[], None] = lambda: None  # what each thread does first
         self._pool: ThreadPoolExecutor | None = None
         self._pending: deque[Future[None] | Callable[[], None]] = deque()
 
     @contextmanager
     def behind(self) -> Iterator[None]:
         """Inside the block, calls run on other threads; at its end all are done. Raises what a call raised."""
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="packer")
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="packer", initializer=self.begin)
         self._pool = pool
         try:
             yield

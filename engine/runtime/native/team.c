@@ -23,6 +23,7 @@ static atomic_uint epoch;              /* calls so far */
 static atomic_uint gate = 1u << 31;    /* number of workers inside the current call; CLOSED: none may join */
 static atomic_int num_asleep, num_wanted = 1; /* wanted: threads of a call, the caller included */
 static int num_workers;
+static _Thread_local int32_t is_aside; /* this thread's calls leave the team to others */
 static team_work job_work;
 static void *job_context;
 
@@ -72,11 +73,14 @@ __attribute__((visibility("default"))) void quire_set_threads(int32_t num_thread
     atomic_store(&num_wanted, num_threads < num_workers + 1 ? num_threads : num_workers + 1);
 }
 
+/* From now on the calling thread computes alone, or in the team again. */
+__attribute__((visibility("default"))) void quire_stay_aside(int32_t stays) { is_aside = stays; }
+
 int team_size(void) { return atomic_load(&num_wanted); }
 
 void team_run(team_work work, void *context, int num_threads) {
     static atomic_flag is_taken = ATOMIC_FLAG_INIT;
-    if (num_threads < 2 || team_size() < 2 || atomic_flag_test_and_set(&is_taken)) {
+    if (num_threads < 2 || is_aside || team_size() < 2 || atomic_flag_test_and_set(&is_taken)) {
         work(context); /* also while another thread of the process uses the team */
         return;
     }

@@ -1,0 +1,246 @@
+"""Models that requests load, over fake engines: who waits for whom, and what a stream and an operator are told."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from engine.arbiter import Arbiter
+from engine.core.errors import ModelLoadError, NotWantedError
+from engine.core.scheduling.scheduler import Scheduler
+from engine.handle import EngineFacts
+from engine.loop import Engine
+from loadtest.fake_runner import CostModel, FakeRunner
+from server.answers import models
+from server.answers.models import Entry, LoadedModel, Models
+from server.app import make_app
+from server.http import bodies
+from server.http.connection import Connection
+from server.model_memory import Memory
+from tests.http.harness import APP, CONFIG, VOCAB_SIZE, Gate, byte_tokenizer, parrot
+from tests.patience import PATIENCE_S, eventually
+
+
+class World:
+    """Three models of 10 bytes, whose loads wait for `opened` and whose engines for `gate`."""
+
+    def __init__(self, *, limit: int | None = None, **app: Any) -> None:
+        self.arbiter, self.gate, self.num_alive = Arbiter(), Gate(), 0
+        self.opened, self.loads = threading.Event(), list[str]()
+        self.opened.set()
+        self.broken: Exception | None = None
+        config = replace(APP, model="some", **app)
+        served = []
+        for name in "abc":
+            own = replace(config, served_model_names=(name,), model_aliases=(f"{name}-*",))
+            kept = name in config.keep
+            entry = Entry(config=own, load=self.loader(name), is_kept=kept, memory=Memory(weights=10))
+            served.append((entry, self.make() if kept else None))
+        self.app = make_app(served, limit)
+        self.models: Models = self.app.state.models
+
+    def make(self) -> LoadedModel:
+        runner = FakeRunner(CONFIG, vocab_size=VOCAB_SIZE, choose=parrot, cost=CostModel(0.0, 0.0), sleep=self.gate)
+        engine = Engine(Scheduler(CONFIG), runner, EngineFacts(VOCAB_SIZE), arbiter=self.arbiter)
+        self.num_alive += 1
+        return LoadedModel(engine, byte_tokenizer())
+
+    def loader(self, name: str) -> Callable[[Callable[[], bool]], LoadedModel]:
+        def load(is_wanted: Callable[[], bool]) -> LoadedModel:
+            self.loads.append(name)
+            while not self.opened.wait(0.001):
+                if not is_wanted():
+                    raise NotWantedError
+            if self.broken is not None:
+                raise self.broken
+            return self.make()
+
+        return load
+
+    @contextmanager
+    def serving(self) -> Iterator[httpx.Client]:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(
+            uvicorn.Config(self.app, loop="asyncio", http=Connection, ws="none", lifespan="on", log_config=None)
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            eventually(lambda: server.started)
+            with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=PATIENCE_S) as client:
+                self.client = client
+                yield client
+                eventually(lambda: [entry.num_users for entry in self.models.entries] == [0, 0, 0])
+        finally:
+            self.opened.set()
+            self.gate.open()
+            server.should_exit = True
+            thread.join(PATIENCE_S)
+            listener.close()
+        assert not thread.is_alive()
+
+    def ask(self, model: str, **fields: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"model": model, "prompt": "hi|", "max_tokens": 9, **fields})
+
+    def states(self) -> list[str]:
+        return [card["status"]["value"] for card in self.client.get("/v1/models").json()["data"]]
+
+
+def text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_a_request_loads_its_model_and_the_others_stay() -> None:
+    world = World(keep=("a",))
+    with world.serving() as client:
+        assert world.states() == ["loaded", "unloaded", "unloaded"]
+        assert client.get("/v1/models/b").json()["max_model_len"] is None
+        assert client.get("/health?model=b").text == "unloaded\n"
+        assert client.get("/tokenizer_info?model=b").json()["error"]["code"] == "model_not_loaded"
+        assert text(world.ask("b-7")) == "hi"
+        assert world.states() == ["loaded", "loaded", "unloaded"]
+        assert client.get("/v1/models/b").json()["max_model_len"] == 512
+        assert text(world.ask("a")) == "hi"
+        assert world.loads == ["b"]
+        metrics = client.get("/metrics").text
+        assert 'quire_model_loaded{model_name="b"} 1.0' in metrics
+        assert 'quire_model_loads_total{model_name="c"} 0.0' in metrics
+
+
+def test_requests_wait_for_one_load_and_a_stream_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "LOADING_S", 0.01)
+    world = World(keep=("a",))
+    world.opened.clear()
+    with ThreadPoolExecutor() as pool, world.serving() as client:
+        others = [pool.submit(world.ask, "b") for _ in range(3)]
+        body = {"model": "b", "prompt": "hi|", "max_tokens": 9, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            lines = (line for line in answer.iter_lines() if line)
+            assert [next(lines), next(lines)] == [": loading b"] * 2
+            assert world.states() == ["loaded", "loading", "unloaded"]
+            assert text(world.ask("a")) == "hi"
+            world.opened.set()
+            events = [line for line in lines if line != ": loading b"]
+        assert json.loads(events[0].removeprefix("data: "))["choices"][0]["text"].startswith("h")
+        assert events[-1] == "data: [DONE]"
+        assert [text(each.result()) for each in others] == ["hi"] * 3
+    assert world.loads == ["b"]
+
+
+def test_a_failed_load_is_that_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "LOADING_S", 0.01)
+    world = World(keep=("a",))
+    world.broken = ModelLoadError("the file is short")
+    world.opened.clear()
+    with world.serving() as client:
+        body = {"model": "b", "prompt": "hi|", "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            assert next(lines) == ": loading b"
+            world.opened.set()
+            *_, event, data = lines
+        assert event == "event: error"
+        assert json.loads(data.removeprefix("data: "))["error"]["code"] == "model_failed"
+        refused = world.ask("b")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"] == "The model 'b' could not be loaded: the file is short"
+        assert client.get("/v1/models/b").json()["status"] == {"value": "failed", "reason": "the file is short"}
+        assert client.get("/health?model=b").status_code == 503
+        assert client.get("/health").status_code == 200
+        assert text(world.ask("a")) == "hi"
+        assert world.loads == ["b"]  # a failure is remembered for a while
+        world.broken = None
+        assert client.post("/v1/models/b/load").json() == {"value": "loaded"}
+        assert text(world.ask("b")) == "hi"
+        world.broken = ValueError()
+        monkeypatch.setattr(models, "RETRY_S", 0.0)
+        assert world.ask("c").json()["error"]["message"].endswith("ValueError")
+        world.broken = None
+        assert text(world.ask("c")) == "hi"
+
+
+def test_a_load_that_all_have_left_is_given_up() -> None:
+    world = World(keep=("a",))
+    world.opened.clear()
+    with world.serving() as client:
+        for stream in (False, True):
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json={"model": "b", "prompt": "x", "stream": stream}, timeout=0.2)
+        eventually(lambda: world.states()[1] == "unloaded")
+        world.opened.set()
+        assert text(world.ask("b")) == "hi"
+
+
+@pytest.mark.parametrize("limits", [{"models_max": 2}, {"limit": 20}])
+def test_room_is_made_by_the_least_useful_and_never_by_one_with_work(limits: dict[str, int]) -> None:
+    world = World(keep=("a",), **limits)
+    with ThreadPoolExecutor() as pool, world.serving() as client:
+        assert text(world.ask("b")) == "hi"
+        assert text(world.ask("c")) == "hi"
+        assert world.states() == ["loaded", "unloaded", "loaded"]
+        world.gate.close()
+        with client.stream("POST", "/v1/completions", json={"model": "c", "prompt": "x", "stream": True}) as answer:
+            waiting = pool.submit(world.ask, "b")  # for c, which has work, and takes no more
+            eventually(lambda: world.states()[1] == "loading")
+            behind = pool.submit(world.ask, "c")
+            eventually(lambda: world.states()[2] == "loading")
+            assert world.models.entries[2].parts is not None
+            world.gate.open()
+            assert answer.read().endswith(b"[DONE]\n\n")
+        assert text(waiting.result()) == text(behind.result()) == "hi"
+        assert world.loads == ["b", "c", "b", "c"]
+        with ThreadPoolExecutor(8) as many:
+            assert {text(each) for each in many.map(world.ask, "abcbcabccb" * 3)} == {"hi"}
+
+
+def test_a_model_that_never_fits_is_refused() -> None:
+    world = World(keep=("a", "b"), limit=25)
+    with world.serving():
+        assert "it needs 10 B beside the models that stay" in world.ask("c").json()["error"]["message"]
+
+
+def test_models_without_work_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_LOOK_S", 0.01)
+    world = World(keep=("a",), idle_unload=0.01)
+    with world.serving():
+        assert text(world.ask("b")) == "hi"
+        eventually(lambda: world.states() == ["loaded", "unloaded", "unloaded"])
+        assert text(world.ask("b")) == "hi"
+
+
+def test_an_operator_loads_and_unloads() -> None:
+    world = World(keep=("a",), models_autoload=False, api_keys=("key",))
+    with world.serving() as client:
+        assert client.post("/v1/models/b/load").status_code == 401
+        client.headers["authorization"] = "Bearer key"
+        assert world.ask("b").json()["error"]["code"] == "model_not_loaded"
+        assert client.post("/v1/models/b/load").json() == {"value": "loaded"}
+        assert text(world.ask("b")) == "hi"
+        for _ in range(2):
+            assert client.post("/v1/models/a/unload").json() == {"value": "unloaded"}
+        assert client.get("/health").status_code == 200
+        assert client.post("/v1/models/other/unload").status_code == 404
+        assert world.ask("a").status_code == 503
+
+
+def test_a_stop_ends_a_load() -> None:
+    world = World(keep=("a",))
+    world.opened.clear()
+    with ThreadPoolExecutor() as pool, world.serving():
+        waiting = pool.submit(world.ask, "b")
+        eventually(lambda: world.loads == ["b"])
+        world.models.order_stop(0.0)
+        assert waiting.result().json()["error"]["code"] == "shutting_down"

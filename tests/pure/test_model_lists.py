@@ -1,0 +1,92 @@
+"""Lists of models that other servers have: what becomes of them, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.core.errors import ConfigError
+from server.settings.flags import load_settings
+from server.settings.settings import Settings
+
+
+def names(settings: Settings) -> list[str]:
+    return [each.served_model_name[0] for each in settings.each]
+
+
+def test_a_folder_has_models(tmp_path: Path) -> None:
+    for name in ("a.gguf", "mmproj-a.gguf", "large-00001-of-00011.gguf", "large-00002-of-00011.gguf", "notes.txt"):
+        (tmp_path / name).touch()
+    for name in ("b/mmproj-x.gguf", "b/x.gguf", "c/config.json", "empty/readme"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    settings = load_settings(["--models-dir", str(tmp_path), "--sleep-idle-seconds", "60", "--no-models-autoload"])
+    assert names(settings) == ["a", "b", "c", "large-00001-of-00011"]
+    models = ["a.gguf", "b/x.gguf", "c", "large-00001-of-00011.gguf"]
+    assert [Path(each.model).relative_to(tmp_path) for each in settings.each] == list(map(Path, models))
+    assert {(each.models_max, each.idle_unload, each.models_autoload) for each in settings.each} == {(4, 60, False)}
+
+
+def test_a_preset_has_sections_of_flags(tmp_path: Path) -> None:
+    file = tmp_path / "preset.ini"
+    file.write_text(
+        "version = 1\n[*]\nc = 8192\n[org/repository-GGUF:Q8_0]\nload-on-startup = true\n"
+        "[mine]\nmodel = /models/mine.gguf\nc = 4096\nngl = 0\ncache-prompt = false\n"
+    )
+    settings = load_settings(["--models-preset", str(file), "--models-max", "2"])
+    assert names(settings) == ["org/repository-GGUF:Q8_0", "mine"]
+    first, second = settings.each
+    assert (first.model, first.max_model_len, first.models_max) == ("org/repository-GGUF:Q8_0", 8192, 2)
+    assert (second.model, second.max_model_len, second.device) == ("/models/mine.gguf", 4096, "cpu")
+    assert not second.enable_prefix_caching
+    file.write_text("[mine]\nmodel = a\ncontrol-vector = x\n")
+    with pytest.raises(ConfigError, match="mine: --control-vector x is not served"):
+        load_settings(["--models-preset", str(file)])
+
+
+SWAP = """
+healthCheckTimeout: 60
+macros: {server: "llama-server --port ${PORT}"}
+apiKeys: [secret]
+hooks: {on_startup: {preload: [second]}}
+models:
+  first:
+    cmd: |
+      ${server} \\
+        -m /models/first.gguf --ctx-size 4096
+    ttl: 300
+    aliases: ["gpt-*"]
+  second: {cmd: vllm serve org/second --max-model-len 2048, proxy: "http://127.0.0.1:9000"}
+"""
+
+
+def test_llama_swaps_configuration_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "swap.yaml"
+    file.write_text(SWAP)
+    settings = load_settings(["--config", str(file), "--port", "9090"])
+    second, first = settings.each
+    assert (second.model, second.max_model_len, second.idle_unload) == ("org/second", 2048, None)
+    assert (first.model, first.max_model_len, first.idle_unload) == ("/models/first.gguf", 4096, 300)
+    assert first.served_model_name == ("first", "gpt-*")
+    assert (first.models_max, first.port) == (1, 9090)
+    assert [key.get_secret_value() for key in first.api_key] == ["secret"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("models: {a: {cmd: docker run x}}", "is run by 'docker'"),
+        ("models: {a: {cmd: llama-server -m x, env: [A=1]}}", "model 'a' has env, which has no meaning here"),
+        ("models: {a: {cmd: llama-server -m x}}\ngroups: {}", "configuration has groups"),
+        ("models: {a: {cmd: 'llama-server ${size}'}}", "names ${size}, which is not set"),
+        ("models: {a: {}}", "'a' has no cmd"),
+        ("models: {a: {cmd: llama-server -m x --grammar-file y}}", "a: --grammar-file"),
+    ],
+)
+def test_what_means_something_else_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "swap.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_settings(["--config", str(file)])
+    assert sentence in str(error.value)
