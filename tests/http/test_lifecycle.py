@@ -315,7 +315,7 @@ def test_a_shutdown_ends_what_is_open_and_refuses_what_comes(serve: Serve) -> No
     with httpx.stream("POST", live.url + COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
-        loop.call_soon_threadsafe(lambda: loop.create_task(live.context.client.stop(0.0)))
+        loop.call_soon_threadsafe(lambda: loop.create_task(live.app.state.models.stop(0.0)))
         frames = [line.removeprefix("data: ") for line in lines if line]
     assert json.loads(frames[-2])["error"]["code"] == "shutting_down"
     assert frames[-1] == "[DONE]"
