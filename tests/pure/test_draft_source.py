@@ -58,6 +58,12 @@ def test_a_drafts_config_or_name_says_the_method(
     assert completed(model, {"model": draft, "num_speculative_tokens": 7}) == (expected[0], 7)
 
 
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_an_mtp_layer_drafts_twice_whatever_the_config_counts(tmp_path: Path, num_layers: int) -> None:
+    model = write(tmp_path / "model", {**LLAMA, "num_nextn_predict_layers": num_layers})
+    assert completed(model, {"method": "mtp"}) == ("mtp", 2)
+
+
 @pytest.mark.parametrize(
     ("name", "config", "method"),
     [

@@ -1,9 +1,10 @@
-/* AVX2 with FMA: x86 since 2013 (Haswell, Zen). All that have these convert float16 (F16C) as well. */
+/* AVX2 with FMA: x86 since 2013 (Haswell, Zen). All that have these convert float16 (F16C) as well; where PREFETCHW is missing it
+ * does nothing. */
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,prfchw"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma,f16c")
+#pragma GCC target("avx2,fma,f16c,prfchw")
 #endif
 #include <immintrin.h>
 #define X86_INTRINSICS

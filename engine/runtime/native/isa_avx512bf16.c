@@ -2,9 +2,9 @@
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push( \
-    __attribute__((target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+    __attribute__((target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prfchw"))), apply_to = function)
 #else
-#pragma GCC target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#pragma GCC target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prfchw")
 #endif
 #include <immintrin.h>
 #define X86_INTRINSICS

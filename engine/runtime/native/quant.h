@@ -12,7 +12,7 @@ typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 enum {
     QVECTORS = 2, /* vectors of a panel that registers hold sums of at once */
-    QNEAR = 6144, /* bytes ahead that a group alone fetches */
+    QNEAR = 6144, /* bytes ahead that a group alone fetches, or four times as many of codes in planes */
     QROWS = W < 8 ? 2 : IS_DOT_IN_PLACE ? 6 : 4, /* rows, times QVECTORS, that registers hold sums of */
 };
 
@@ -110,6 +110,8 @@ static void quant_pack_row(struct quant_format f, struct view x, int64_t k, stru
 
 static void quant_pack_rows(const struct linear *w, const void *x, int64_t stride, struct quant_group to, int64_t num) {
     const struct quant_format f = quant_format_of(w->format);
+    size_t bytes = (size_t)num * quant_row_bytes(w->format, w->k);
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((char *)to.bytes + at, 1); /* other threads have read them */
     for (int64_t r = 0; r < num; r++)
         quant_pack_row(f, (struct view){(void *)x, (size_t)(r * stride), (enum dtype)w->dtype}, w->k, to, (size_t)r,
                        (size_t)num);
@@ -273,7 +275,7 @@ static void quant_panel(const struct linear *w, void *rows, int64_t first, int64
     size_t lines = (block_lines - 1) / (size_t)turns + 1;
     const char *ahead = panel + panel_bytes + (size_t)(turn * num_blocks) * lines * 64;
     int bits = quant_format_of(w->format).bits, has_planes = bits & (bits - 1);
-    if (turns == 1) ahead = panel + QNEAR;
+    if (turns == 1) ahead = panel + (has_planes ? 4 : 1) * QNEAR;
     if (num == 1) ahead = panel, lines = has_planes ? lines : 0;
     dots[w->format](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, out, ahead, lines);
 }
