@@ -86,7 +86,7 @@ async function connect() {
     const { data: models } = await getJson("v1/models");
     showModels(models);
     showStates(models);
-    byId("model-name").textContent = models.map(({ id }) => id).join(", ");
+    byId("model-name").textContent = models[0].id;
     desk.setModels(models);
     byId("key-dialog").close();
     live.start();
