@@ -36,8 +36,8 @@ from engine.sources.model_source import check_tokenizer_source, fetch, find_mode
 from engine.startup.ahead import begin_weights, load_torch_libraries, runs_on_cpu
 from engine.startup.model_check import ModelFacts, check_model
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
+from server.answers.model_memory import check_sum, memory_limit, memory_of, pool_share
 from server.batches.folder import DataFolder
-from server.model_memory import check_sum, memory_limit, memory_of, pool_share
 from server.settings.app_config import AppConfig
 from server.settings.files import check_folder, read_setting_file
 from server.settings.flags import load_settings, name_origins

@@ -28,8 +28,8 @@ from engine.text.tokenizer import TextTokenizer
 from server.answers.client import EngineClient
 from server.answers.content_guard import Judge
 from server.answers.model import ServedModel
+from server.answers.model_memory import Memory
 from server.answers.respond import Responder
-from server.model_memory import Memory
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.live import LiveView

@@ -18,7 +18,7 @@ from server import connect
 from server.connect import ENV, JSON, KEY, PROGRAMS, TOML, YAML, Daemon
 from tests.fake_hub import refusing_url
 
-DAEMON = Daemon("http://127.0.0.1:8000", "qwen", 65_536, has_key=False)
+DAEMON = Daemon("http://quire:8000", "qwen", 65_536, has_key=False)
 needs_toml = pytest.mark.skipif(importlib.util.find_spec("tomllib") is None, reason="Python before 3.11 reads no TOML")
 
 

@@ -22,11 +22,11 @@ from engine.handle import EngineFacts
 from engine.loop import Engine
 from loadtest.fake_runner import CostModel, FakeRunner
 from server.answers import models
+from server.answers.model_memory import Memory
 from server.answers.models import Entry, LoadedModel, Models
 from server.app import make_app
 from server.http import bodies
 from server.http.connection import Connection
-from server.model_memory import Memory
 from tests.http.harness import APP, CONFIG, VOCAB_SIZE, Gate, byte_tokenizer, parrot
 from tests.patience import PATIENCE_S, eventually
 

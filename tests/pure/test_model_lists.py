@@ -57,7 +57,7 @@ models:
         -m /models/first.gguf --ctx-size 4096
     ttl: 300
     aliases: ["gpt-*"]
-  second: {cmd: vllm serve org/second --max-model-len 2048, proxy: "http://127.0.0.1:9000"}
+  second: {cmd: vllm serve org/second --max-model-len 2048, proxy: "http://second:9000"}
 """
 
 
