@@ -49,7 +49,7 @@ class Driven(Protocol):
         """
 
     def chores(self) -> Iterator[None]:
-        """Do a quiet moment's work in parts; yields how long to wait for messages before the next."""
+        """Do a quiet moment's work in parts, between which messages are looked for."""
 
 
 class Arbiter:

@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face id")
     parser.add_argument(
-        "--measure", action="store_true", help="measure this machine anew; it is kept in the cache folder"
+        "--measure", action="store_true", help="measure this machine again; the figures are kept in the cache folder"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 

@@ -213,12 +213,14 @@ def find_daemon(url: str, model: str | None) -> Daemon:
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise ConfigError(f"{url} wants a key, and not that of the variable {KEY}; set it to one of --api-key.")
     try:
-        cards = {card["id"]: int(card["max_model_len"]) for card in answer.raise_for_status().json()["data"]}
+        cards = {card["id"]: int(card["max_model_len"] or 0) for card in answer.raise_for_status().json()["data"]}
     except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{url} does not list its models as Quire does: {error}.") from None
-    name = model or next((each for each in cards if "*" not in each), "")
+    name = model or next((each for each in cards if "*" not in each and cards[each]), next(iter(cards), ""))
     if name not in cards:
         raise ConfigError(f"{url} does not serve {name!r}; --model is one of {', '.join(cards)}.")
+    if not cards[name]:
+        raise ConfigError(f"{url} has not loaded {name!r}, so its context is not known yet; send it a request first.")
     return daemon._replace(model=name, context=cards[name])
 
 

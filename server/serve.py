@@ -370,7 +370,12 @@ def _load(plan: _Plan, undo: ExitStack, arbiter: Arbiter, is_wanted: Callable[[]
 
 
 def import_http() -> None:
-    """Import FastAPI while torch's libraries are loaded. Its models of OpenAPI documents are built on first use."""
+    """Import FastAPI while torch's libraries are loaded. Its models of OpenAPI documents are built on first use.
+
+    pydantic's default for all models is changed meanwhile, so nothing is done once FastAPI is imported.
+    """
+    if "fastapi" in sys.modules:
+        return
     from pydantic import BaseModel, ConfigDict
 
     usual = BaseModel.model_config

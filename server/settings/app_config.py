@@ -95,13 +95,13 @@ class AppConfig:
     models_max: int = _device(
         0,
         "N",
-        "most models that are loaded at once; the least useful one leaves for another; 0 is no limit",
+        "most models that are loaded at the same time; the least useful one leaves for another; 0 is no limit",
         at_least=0,
     )
     models_memory: int | None = _device(
         None,
         "SIZE",
-        "memory of all models that are loaded at once: weights, KV pools and caches",
+        "memory of all models that are loaded at the same time: weights, KV pools and caches",
         unset="on a CPU, what is free at the start",
         at_least=1,
     )

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from engine.core.errors import ConfigError
 from server.settings.files import read_setting_file
 
-AT_ONCE = 4  # models that llama-server has loaded at most, unless it is told otherwise
+AT_ONCE = 4  # models that llama-server has loaded at most by default
+_MAX_COMMAND = 65_536  # characters, with its macros
 _LATER_PART = re.compile(r"-0*[2-9]\d*-of-\d+|-0*1\d+-of-\d+")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _MACRO = re.compile(r"\$\{([\w.-]+)\}")
@@ -104,8 +105,11 @@ def _of_swap(name: str, model: Any, macros: Mapping[str, Any], ttl: float) -> Li
         return str(known[word]) if word == found[1] else os.environ[word]
 
     text = model["cmd"].replace("\\\n", " ")
-    while (filled := _MACRO.sub(value, text)) != text:  # a macro may name another
-        text = filled
+    rest = len(known)  # a macro may name another, and the last of a chain names none
+    while _MACRO.search(text):
+        if not rest or len(text) > _MAX_COMMAND:
+            raise ConfigError(f"{place} has macros that name each other.")
+        text, rest = _MACRO.sub(value, text), rest - 1
     words = shlex.split(text, comments=True)
     program = Path(words[0]).name if words else ""
     if program in ("vllm", "quire") and words[1:2] == ["serve"]:

@@ -32,7 +32,10 @@ class ServeConfig:
         unset="MODEL alone",
     )
     models_dir: Path | None = _model(
-        None, "DIR", "folder whose GGUF files and folders are models, at most 4 of them loaded at once", unset="none"
+        None,
+        "DIR",
+        "folder whose GGUF files and folders are models, at most 4 of them loaded at the same time",
+        unset="none",
     )
     models_preset: Path | None = _model(
         None, "FILE", "INI file with a section of llama-server's flags for each model", unset="none"

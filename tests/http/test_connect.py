@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from harness import Live
@@ -71,6 +72,16 @@ def test_a_file_is_where_its_program_looks_or_as_named(
     run(live, "aider", "--file", str(tmp_path / "project/aider.yml"))
     names = {path.name for path in (tmp_path / "project").iterdir()}
     assert names == {"aider.yml", ".aider.model.metadata.json"}
+
+
+def test_a_model_that_is_not_loaded_has_no_context_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = {"data": [{"id": "far", "max_model_len": None}, {"id": "near", "max_model_len": 512}]}
+    monkeypatch.setattr(
+        Daemon, "ask", lambda *_: httpx.Response(200, json=cards, request=httpx.Request("GET", "http://quire"))
+    )
+    assert connect.find_daemon("http://quire", None).model == "near"
+    with pytest.raises(ConfigError, match=r"has not loaded 'far'.*send it a request first"):
+        connect.find_daemon("http://quire", "far")
 
 
 def test_context_and_cap_are_the_daemons(live: Live, tmp_path: Path) -> None:

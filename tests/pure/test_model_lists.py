@@ -77,6 +77,8 @@ def test_llama_swaps_configuration_is_read(tmp_path: Path) -> None:
     ("text", "sentence"),
     [
         ("models: {a: {cmd: docker run x}}", "is run by 'docker'"),
+        ("macros: {x: '${y}', y: '${x}'}\nmodels: {a: {cmd: 'llama-server -m ${x}'}}", "macros that name each other"),
+        ("macros: {x: '${x}${x}'}\nmodels: {a: {cmd: 'llama-server -m ${x}'}}", "macros that name each other"),
         ("models: {a: {cmd: llama-server -m x, env: [A=1]}}", "model 'a' has env, which has no meaning here"),
         ("models: {a: {cmd: llama-server -m x}}\ngroups: {}", "configuration has groups"),
         ("models: {a: {cmd: 'llama-server ${size}'}}", "names ${size}, which is not set"),
