@@ -20,8 +20,8 @@ def to_device(numbers: Sequence[object] | np.ndarray, dtype: torch.dtype, device
     """Return the numbers as a tensor on the device; a CPU shares an array's memory."""
     # Through numpy, which reads a list in a tenth of torch's time.
     tensor = torch.from_numpy(np.ascontiguousarray(numbers, dtype=_NUMPY[dtype]))
-    if device.type != "cuda":
-        return tensor.to(device)
+    if device.type == "cpu":
+        return tensor
     # torch does not hand out pinned memory again before the copy is done.
     return tensor.pin_memory().to(device, non_blocking=True)
 
@@ -44,8 +44,11 @@ class Staging:
 
     def send(self, num: int) -> Tensor:
         """Return the first `num` entries as a tensor on the device; a CPU shares the memory."""
-        sent = self._host[:num].to(self._device, non_blocking=True)
-        self._note_copy()
+        sent = self._host[:num]
+        if self._copied is None:
+            return sent
+        sent = sent.to(self._device, non_blocking=True)
+        self._copied.record()
         return sent
 
     def send_to(self, target: Tensor) -> None:

@@ -196,7 +196,6 @@ class ModelRunner:
         self.heads = None if head is None else HeadDrafter(head, kv_cache, config, device, self._tables)
         self._images: ImageRows | None = None
         self.pooler: Pooler | None = None
-        self._num_used_blocks = 0  # up to the last that was ever written
 
     def begin(self) -> None:
         """On CUDA, run a step: cuBLAS's handle and workspace belong to a thread."""
@@ -312,11 +311,6 @@ class ModelRunner:
         packet = self._batches.prepare(slices, changes, replays)
         self._ranks.send(packet, draws=draws)
         batch = self._batches.to_batch(packet, self._last_ids)
-        if self._kv_cache.headroom is not None:
-            last = max(int(each.kv_slots.max()) for each in (batch, *batch.others)) // self._config.block_size
-            if batch.states is not None:
-                last = max(last, int(batch.states.written.max()))
-            self._num_used_blocks = max(self._num_used_blocks, last + 1)
         seen, vectors = batch, None
         if self._images is not None and self._images.rows and self._images.has(slices):
             texts = packet.longs[packet.num_tokens : 2 * packet.num_tokens]
@@ -402,7 +396,7 @@ class ModelRunner:
 
     def use_idle_moment(self) -> bool:
         """Prepare memory for later requests; return False if there is nothing to do."""
-        return self._kv_cache.headroom is not None and self._kv_cache.headroom.grow(self._num_used_blocks)
+        return self._kv_cache.headroom is not None and self._kv_cache.headroom.grow(self._tables.num_seen)
 
     def close(self) -> None:
         """Release weights, pool and graphs."""

@@ -151,14 +151,13 @@ class NativeLinear:
         y = torch.empty(x.shape[0], num_columns, dtype=dtype or x.dtype)
         args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
         args.y_dtype = DTYPES[y.dtype]
-        lows = [low.to(library.low_dtype(up)).contiguous() for _, low, up in addends]
-        # Addresses, in the layout of struct addend.
-        of_rows = torch.zeros(len(x) if addends else 0, 2, dtype=torch.int64)
-        for (rows, _, up), low in zip(addends, lows, strict=True):
-            assert (up.n, up.activation, up.k) == (linear.n, linear.activation, low.shape[1])
-            of_rows[rows, 0] = addressof(up)
-            of_rows[rows, 1] = low.data_ptr() + torch.arange(len(rows)) * (low.stride(0) * low.itemsize)
         if addends:
+            lows = [low.to(library.low_dtype(up)).contiguous() for _, low, up in addends]
+            of_rows = torch.zeros(len(x), 2, dtype=torch.int64)  # addresses, in the layout of struct addend
+            for (rows, _, up), low in zip(addends, lows, strict=True):
+                assert (up.n, up.activation, up.k) == (linear.n, linear.activation, low.shape[1])
+                of_rows[rows, 0] = addressof(up)
+                of_rows[rows, 1] = low.data_ptr() + torch.arange(len(rows)) * (low.stride(0) * low.itemsize)
             args.addends = of_rows.data_ptr()
         library.gemm(args)
         return y

@@ -44,6 +44,7 @@ class RowTables:
         self.num_sent = np.zeros(
             config.max_num_seqs, np.int64
         )  # by slot: entries that a device has, see decode_graphs.py
+        self.num_seen = 0  # blocks of the pool, up to the last that was ever in a table
 
     def follow(self, plan: StepPlan) -> Changes:
         """Make and return the changes of a plan."""
@@ -71,6 +72,7 @@ class RowTables:
         if len(changes):
             places, blocks = changes.T
             self.rows.reshape(-1)[places] = blocks
+            self.num_seen = max(self.num_seen, int(blocks.max()) + 1)
             _, slots, indices = np.unravel_index(places, self.rows.shape)
             np.minimum.at(self.num_sent, slots, indices)
 
