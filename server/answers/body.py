@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from engine.core.errors import InvalidRequestError
-from engine.text.fields.body import IdleFields, Refused, RequestBody
+from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody
+from engine.text.fields.chat import ChatFields
 from engine.text.fields.sampling import QueueFields, SamplingFields
 
 MAX_CACHE_SALT = 128
@@ -172,3 +173,42 @@ class SamplingBody(EngineBody, SamplingFields):
             return 86_400.0
         options = self.prompt_cache_options
         return 1_800.0 if options is not None and options.mode == "implicit" and options.ttl == "30m" else 0.0
+
+
+class ChatBody(SamplingBody, ChatFields):
+    """The request of /v1/chat/completions, which other APIs are translated to."""
+
+    NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
+        **UNSUPPORTED,
+        **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), Refused()),
+        "best_of": Refused((1,), "answers are ranked by /v1/completions only; send n to have several"),
+        "echo": Refused((False,), "use /v1/completions, whose echo returns the prompt"),
+        "function_call": Refused(("none",)),
+        "modalities": Refused((["text"],)),
+    }
+    IDLE: ClassVar[IdleFields] = {**SamplingBody.IDLE, **ChatFields.IDLE}
+
+    max_completion_tokens: Integer | None = Field(
+        None, ge=1, description="Another name of max_tokens; send one of the two."
+    )
+    max_tokens: Integer | None = Field(
+        None, ge=1, description="The most tokens to generate; absent, up to the context's end."
+    )
+    include_reasoning: bool = Field(True, description="Return the reasoning beside the answer.")
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _check_max_tokens(cls, value: int, info: ValidationInfo) -> int:
+        max_tokens = info.data.get("max_tokens")
+        if max_tokens not in (None, value):
+            raise InvalidRequestError(
+                f"max_tokens is {max_tokens} and max_completion_tokens {value}; they mean the same, send one.",
+                param="max_tokens",
+            )
+        return value
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

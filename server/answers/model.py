@@ -16,12 +16,11 @@ from fastapi import Request as HttpRequest
 from engine.core.types import Adapter, GrammarKey
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.text.chat.history import Owner
-from engine.text.chat.limits import ModelLimits
-from engine.text.fields.chat import ChatFields, Conversation
+from engine.text.fields.chat import Conversation
 from engine.text.fields.sampling import Constraint
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
 from engine.text.requests.vector_reader import VectorReader
-from server.answers.body import EngineBody
+from server.answers.body import ChatBody, EngineBody
 from server.http.bodies import IS_LARGE
 from server.http.middleware import RequestState
 from server.http.threads import run_slowly
@@ -38,11 +37,6 @@ MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
 Result = TypeVar("Result")
 
 _RENDERING = ThreadPoolExecutor(1, "quire-rendering")  # waits for the process that renders chat templates
-
-
-def _work(text: str, images: Sequence[PreparedImage]) -> int:
-    """Return how many characters a rendered prompt has with its images."""
-    return len(text) + sum([len(image.text) for image in images])
 
 
 async def aside(function: Callable[[], Result], num_chars: int = 0) -> Result:
@@ -80,16 +74,12 @@ class ServedModel:
         """No `images`: the model takes text alone."""
         self._engine, self.images = engine, images
         self.preprocessor = preprocessor
-        self.tokenizer = preprocessor.limits.tokenizer
-        self.reader = VectorReader(preprocessor.limits)
+        self.limits = preprocessor.limits
+        self.tokenizer = self.limits.tokenizer
+        self.reader = VectorReader(self.limits)
         self.reader.pooling(config.pooling)  # or raises
         self.names = config.served_model_names
         self._prepared: asyncio.Future[None] | None = None  # once the engine has the vocabulary
-
-    @property
-    def limits(self) -> ModelLimits:
-        """The model's limits."""
-        return self.preprocessor.limits
 
     def find(self, name: str | None) -> Named:
         """Return the model, or the adapter of a name."""
@@ -98,37 +88,37 @@ class ServedModel:
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    async def prepare(self, http: HttpRequest, body: ChatFields, owner: Owner | None) -> PreparedChat:
-        """Return a conversation as the engine takes it, once that has its grammar. Raises ClientError.
-
-        `owner` is whose earlier answers are found again.
-        """
-        images = await self.read_images(http, body)
-        text = await self.render(body)
-        chat = await aside(lambda: self.preprocessor.prepare(body, text, owner, images), _work(text, images))
+    async def prepare(self, http: HttpRequest, body: ChatBody, named: Named) -> PreparedChat:
+        """Return a conversation as the engine takes it, once that has its grammar. Raises ClientError."""
+        text, images, num_chars = await self._text(http, body)
+        chat = await aside(
+            lambda: self.preprocessor.prepare(body, text, named.history_owner(http, body), images), num_chars
+        )
         if chat.constraint is not None:
             await self.compile(chat.constraint)
         return chat
 
-    async def prompt_ids(self, http: HttpRequest, body: ChatFields, owner: Owner | None) -> list[int]:
+    async def prompt_ids(self, http: HttpRequest, body: ChatBody, named: Named) -> list[int]:
         """Return the tokens of a conversation's prompt, as `prepare`. Raises ClientError."""
-        images = await self.read_images(http, body)
-        text = await self.render(body)
-        return await aside(lambda: self.preprocessor.encode(body, text, owner, images), _work(text, images))
+        text, images, num_chars = await self._text(http, body)
+        return await aside(
+            lambda: self.preprocessor.encode(body, text, named.history_owner(http, body), images), num_chars
+        )
 
     async def conversation_ids(self, http: HttpRequest, body: Conversation, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a conversation, as its text alone has them. Raises ClientError."""
-        images = await self.read_images(http, body)
-        text = await self.render(body)
+        text, images, num_chars = await self._text(http, body)
         encode = partial(self.preprocessor.encode_text, text, images, add_special_tokens=add_special_tokens)
-        return await aside(encode, _work(text, images))
+        return await aside(encode, num_chars)
 
-    async def read_images(self, http: HttpRequest, body: Conversation) -> Sequence[PreparedImage]:
-        """Return the images of a conversation; none where the model takes none, which `render` reports.
+    async def _text(self, http: HttpRequest, body: Conversation) -> tuple[str, Sequence[PreparedImage], int]:
+        """Return a conversation's prompt, its images, and how many characters it has with them.
 
-        Raises ClientError or OverloadedError.
+        A model that takes no images has none, which `render` reports. Raises ClientError or OverloadedError.
         """
-        return () if self.images is None else await self.images.read(http, body)
+        images = () if self.images is None else await self.images.read(http, body)
+        text = await self.render(body)
+        return text, images, len(text) + sum([len(image.text) for image in images])
 
     async def render(self, body: Conversation) -> str:
         """Return a conversation's prompt; threads prepare a long one, and wait for the process that renders it.

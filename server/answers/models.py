@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engine.core.errors import ModelLoadError, NotWantedError, QuireError, ShuttingDownError, shorten
 from engine.handle import EngineHandle
@@ -89,10 +89,9 @@ class ModelParts:
 
 
 class Holder(Protocol):
-    """A request, which keeps its model loaded."""
+    """A request, which keeps its model loaded until it releases what it holds."""
 
-    def hold(self, entry: Entry) -> None:
-        """Count the request as a user of the model until it ends."""
+    held: Any
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -161,6 +160,11 @@ class Entry:
     def use_of_a_byte(self) -> float:
         """Return the seconds of loading again, against its bytes and the time without work."""
         return self.load_s / (max(self.memory.total, 1) * max(self.idle_s, 1e-3))
+
+    def hold(self, holder: Holder) -> None:
+        """Count a request as its user."""
+        self.num_users += 1
+        holder.held = self
 
     def release(self) -> None:
         """Count a request as its user no longer."""
@@ -234,18 +238,17 @@ class Models:
         entry.asked_s = time.monotonic()
         entry.num_waiting += 1
         try:
-            is_ready, patience_s = entry.is_ready, RETRY_S
-            while not is_ready:
+            parts, patience_s = None if entry.is_leaving else entry.parts, RETRY_S
+            while parts is None:
                 self._check(entry, patience_s, asks=asks)
                 if entry.loading is None:
                     entry.loading = asyncio.create_task(self._load(entry))
                     entry.changed.set()
                 await asyncio.shield(entry.loading)
-                is_ready = entry.parts is not None  # even if it is to leave next: not before it was used
-                patience_s = math.inf
+                parts, patience_s = entry.parts, math.inf  # even if it is to leave next: not before it was used
             if holder is not None:
-                holder.hold(entry)
-            return entry.now()
+                entry.hold(holder)
+            return parts
         finally:
             entry.num_waiting -= 1
             entry.changed.set()

@@ -29,7 +29,8 @@ def _of_model(name: str) -> Any:
     """Return a dependency: the part that answers for the request's model. Raises a 503 unless it is loaded."""
 
     async def find(request: Request) -> Any:
-        return getattr(_entry(request).now(), name)
+        entry = _entry(request)
+        return getattr(entry.parts or entry.now(), name)
 
     return Depends(find)
 
@@ -38,7 +39,7 @@ def _entry(request: Request) -> Entry:
     """Return the request's model, which stays until the request ends."""
     state = request.scope[STATE]
     if state.held is None:
-        state.hold(request.app.state.models.find(request.query_params.get("model")))
+        request.app.state.models.find(request.query_params.get("model")).hold(state)
     entry: Entry = state.held
     return entry
 

@@ -21,6 +21,7 @@ from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import ToolName
 from engine.text.requests.chat_preprocessor import PreparedChat
+from server.answers.body import ChatBody
 from server.answers.model import ServedModel, aside
 from server.answers.parts import InEngine, InModel, InResponder
 from server.anthropic.blocks import (
@@ -40,7 +41,6 @@ from server.anthropic.blocks import (
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
 from server.http.bodies import json_body
 from server.http.openapi import answers
-from server.openai.chat import ChatBody
 from server.openai.translated import TranslatedBody
 from server.protocol.errors import ApiError
 
@@ -323,12 +323,11 @@ async def create_message(
     named = model.find(body.model)
     with body.own_names():
         chat = await aside(body.to_chat)
-        answers_of = named.history_owner(http, chat)
-        prepared = await model.prepare(http, chat, answers_of)
+        prepared = await model.prepare(http, chat, named)
         requests = responder.chat_requests(chat, named.adapter, prepared)
         meta = responder.meta(requests, id_prefix="msg", model=named.name)
         if engine.config.pinned_share:
-            pins = requests[0].pins + await _pins(model, body, chat, prepared, answers_of)
+            pins = requests[0].pins + await _pins(model, body, chat, prepared, named.history_owner(http, chat))
             requests = [replace(request, pins=pins) for request in requests]
         return await responder.respond(http, chat, requests, prepared.rules, partial(MessageFormatter, meta))
 
@@ -367,5 +366,5 @@ async def count_tokens(
     named = model.find(body.model)
     with body.own_names():
         chat = await aside(body.to_chat)
-        ids = await model.prompt_ids(http, chat, named.history_owner(http, chat))
+        ids = await model.prompt_ids(http, chat, named)
     return {"input_tokens": len(ids)}

@@ -216,7 +216,8 @@ class BodyReader:
                 raw += piece
             yield raw
         finally:
-            self._held.give(caller, num_bytes)
+            if num_bytes:
+                self._held.give(caller, num_bytes)
 
     async def read(self, model: type[Checked], raw: bytearray) -> Checked:
         """Return a large body as a model, and empty `raw`. Raises ApiError and others."""

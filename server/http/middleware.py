@@ -71,11 +71,6 @@ class RequestState:
             self.is_open = True
             self.account.num_open += 1
 
-    def hold(self, entry: Any) -> None:
-        """Keep a model loaded while the request is open."""
-        entry.num_users += 1
-        self.held = entry
-
     def after_head(self, message: Message) -> Message:
         """Return a message for one that follows the head; an answer after comments has no other head."""
         if self.late_status is None:

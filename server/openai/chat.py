@@ -1,71 +1,29 @@
-"""POST /v1/chat/completions: the request, its answer and its chunks.
+"""POST /v1/chat/completions: the answer and its chunks.
 
 Event loop; long texts are rendered and encoded on other threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 from starlette.responses import Response
 
-from engine.core.errors import InvalidRequestError
 from engine.core.types import FinishReason
 from engine.text.chat.choice import CallDelta, Delta
-from engine.text.fields.body import IdleFields, Integer, Refused
-from engine.text.fields.chat import ChatFields
 from engine.text.tokenizer import PromptLogprobs
 from engine.text.tools.formats import new_call_id
-from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
+from server.answers.body import ChatBody
 from server.answers.formatter import ChunkFormatter
 from server.answers.parts import InModel, InResponder
 from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
 from server.protocol.documents import Filtered, ResponseBody, Usage
-
-
-class ChatBody(SamplingBody, ChatFields):
-    """The request of /v1/chat/completions, which other APIs are translated to."""
-
-    NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
-    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
-    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
-        **UNSUPPORTED,
-        **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), Refused()),
-        "best_of": Refused((1,), "answers are ranked by /v1/completions only; send n to have several"),
-        "echo": Refused((False,), "use /v1/completions, whose echo returns the prompt"),
-        "function_call": Refused(("none",)),
-        "modalities": Refused((["text"],)),
-    }
-    IDLE: ClassVar[IdleFields] = {**SamplingBody.IDLE, **ChatFields.IDLE}
-
-    max_completion_tokens: Integer | None = Field(
-        None, ge=1, description="Another name of max_tokens; send one of the two."
-    )
-    max_tokens: Integer | None = Field(
-        None, ge=1, description="The most tokens to generate; absent, up to the context's end."
-    )
-    include_reasoning: bool = Field(True, description="Return the reasoning beside the answer.")
-
-    @field_validator("max_completion_tokens")
-    @classmethod
-    def _check_max_tokens(cls, value: int, info: ValidationInfo) -> int:
-        max_tokens = info.data.get("max_tokens")
-        if max_tokens not in (None, value):
-            raise InvalidRequestError(
-                f"max_tokens is {max_tokens} and max_completion_tokens {value}; they mean the same, send one.",
-                param="max_tokens",
-            )
-        return value
-
-    @property
-    def asked_max_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class ChatFunction(ResponseBody):
@@ -210,7 +168,7 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation."""
     named = model.find(body.model)
-    chat = await model.prepare(http, body, named.history_owner(http, body))
+    chat = await model.prepare(http, body, named)
     requests = responder.chat_requests(body, named.adapter, chat)
     meta = responder.meta(requests, id_prefix="chatcmpl", model=named.name)
     return await responder.respond(http, body, requests, chat.rules, partial(ChatFormatter, body, meta))

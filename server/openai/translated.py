@@ -17,8 +17,7 @@ from engine.core.errors import ClientError
 from engine.text.chat.choice import Delta
 from engine.text.fields.body import IdleFields, Refused, RequestBody
 from engine.text.types import CallArguments, CallBegin, Piece
-from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
-from server.openai.chat import ChatBody
+from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, ChatBody, SamplingBody
 from server.protocol.errors import ApiError, to_api_error
 
 # Fields that these APIs spell otherwise, or for whose result their answers have no place.

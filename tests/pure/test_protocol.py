@@ -17,9 +17,8 @@ from engine.text.chat.limits import ModelLimits
 from engine.text.fields.body import MAX_FAULTS, MAX_FIELDS, Refused, RequestBody
 from engine.text.requests.chat_preprocessor import _SHARED
 from engine.text.types import SamplingDefaults
-from server.answers.body import StreamOptions
+from server.answers.body import ChatBody, StreamOptions
 from server.anthropic.messages import MessagesBody
-from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody, completion_params
 from server.openai.responses.body import ResponsesBody
 from server.operations.tokens import DetokenizeBody, TokenizeBody

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from server.answers.body import ChatBody
 from server.app import routers
 from server.http.openapi import describe
-from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody
 from server.protocol.errors import _TABLE, _VALIDATION_CODES
 from server.telemetry.metrics import METRICS

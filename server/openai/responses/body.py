@@ -14,7 +14,7 @@ from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody
 from engine.text.fields.chat import Content, join_parts
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import Function
-from server.openai.chat import ChatBody
+from server.answers.body import ChatBody
 from server.openai.translated import TranslatedBody
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from engine.core.errors import UnsupportedError, shorten
+from server.answers.body import ChatBody
 from server.answers.formatter import ChunkMeta
 from server.answers.model import Result, aside
 from server.answers.parts import InModel, InOwner, InResponder, InResponses
@@ -21,7 +22,6 @@ from server.answers.stored_responses import ResponseStore, StoredResponse
 from server.http.bodies import INLINE_BYTES, json_body
 from server.http.openapi import answers
 from server.http.threads import run_slowly
-from server.openai.chat import ChatBody
 from server.openai.responses.body import InputBody, Item, ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.responses.output import ResponseDocument
@@ -57,7 +57,7 @@ async def create_response(
     with body.own_names():
         body = await _with_stored_items(responses, owner, body)
         chat = await _chat(responses, owner, body)
-        prepared = await model.prepare(http, chat, named.history_owner(http, chat))
+        prepared = await model.prepare(http, chat, named)
         requests = responder.chat_requests(chat, named.adapter, prepared)
         meta = responder.meta(requests, id_prefix="resp", model=named.name)
         make = partial(ResponsesFormatter, body, meta, prepared.params)
@@ -79,7 +79,7 @@ async def count_input_tokens(
     with body.own_names():
         body = await _with_stored_items(responses, owner, body)
         chat = await _chat(responses, owner, body)
-        ids = await model.prompt_ids(http, chat, named.history_owner(http, chat))
+        ids = await model.prompt_ids(http, chat, named)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
