@@ -229,12 +229,17 @@ def _receive(process: subprocess.Popen[bytes]) -> Parts:
     return [_read(file, size) for size in _read_head(file)]
 
 
-def serve(answer: Callable[[Parts], list[bytes]], *, memory: Callable[[int], int] | None = None) -> None:
+def serve(
+    answer: Callable[[Parts], list[bytes]],
+    *,
+    memory: Callable[[int], int] | None = None,
+    refuse: Callable[[Exception], list[bytes]] | None = None,
+) -> None:
     """Answer messages from standard input until it ends.
 
-    `memory` returns how much a message of so many bytes may take.
+    `memory` returns how much a message of so many bytes may take. `refuse` answers a message that raised an error.
 
-    A MemoryError or RecursionError ends the process: the rest of its memory cannot be relied on.
+    A MemoryError ends the process, because the rest of its memory cannot be relied on; so does any error without `refuse`.
     """
     stdin, stdout = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # a stray print is not a message
@@ -252,7 +257,14 @@ def serve(answer: Callable[[Parts], list[bytes]], *, memory: Callable[[int], int
             parts = [_read(stdin, size) for size in sizes]
         except EOFError:
             return
-        answered = answer(parts)
+        try:
+            answered = answer(parts)
+        except MemoryError:
+            raise
+        except Exception as error:  # any: it is this message's alone
+            if refuse is None:
+                raise
+            answered = refuse(error)
         del parts
         gc.collect()
         if trim is not None:

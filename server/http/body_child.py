@@ -34,14 +34,14 @@ def memory(num_bytes: int) -> int:
 def answer(parts: Parts) -> list[bytes]:
     """Read one body, which is freed as soon as it is parsed."""
     raw, header = parts.pop(), json.loads(parts.pop())
-    try:
-        return [b"{}", *_read(raw, **header)]
-    except MemoryError:
-        raise
-    except Exception as error:  # any: it ends this request alone
-        error_answer = to_api_error(error)
-        trace = traceback.format_exc() if error_answer.status >= 500 else ""  # a bug, which the daemon logs
-        return [json.dumps({"error": asdict(error_answer), "traceback": trace}).encode()]
+    return [b"{}", *_read(raw, **header)]
+
+
+def refuse(error: Exception) -> list[bytes]:
+    """Return an error, and of a bug its traceback, which the daemon logs."""
+    error_answer = to_api_error(error)
+    trace = traceback.format_exc() if error_answer.status >= 500 else ""
+    return [json.dumps({"error": asdict(error_answer), "traceback": trace}).encode()]
 
 
 def _read(raw: bytearray, *, model: str, most: int, member: str | None) -> list[bytes]:
@@ -59,4 +59,4 @@ if __name__ == "__main__":
     sys.setrecursionlimit(10_000)
     for name in _BODIES:
         import_module(name)
-    serve(answer, memory=memory)
+    serve(answer, memory=memory, refuse=refuse)

@@ -47,17 +47,15 @@ def memory(num_bytes: int) -> int:
 
 
 def answer(parts: Parts) -> list[bytes]:
-    """Return an empty error and the image, or an error."""
+    """Return an empty error and the image."""
     longest, file = parts.pop(), parts.pop()
-    try:
-        image = _decode(file, int(longest or 0))
-    except _RefusedError as error:
-        return [str(error).encode()]
-    except MemoryError:
-        raise
-    except Exception:  # any: a dozen decoders have errors of their own, whose words say nothing to a client
-        return [b"it is damaged, or a part of it is missing"]
+    image = _decode(file, int(longest or 0))
     return [b"", b"%d %d" % image.size, image.tobytes()]
+
+
+def refuse(error: Exception) -> list[bytes]:
+    """Return an error; a dozen decoders have errors of their own, whose words say nothing to a client."""
+    return [str(error).encode() if isinstance(error, _RefusedError) else b"it is damaged, or a part of it is missing"]
 
 
 def _decode(file: bytearray, longest: int) -> Image.Image:
@@ -102,4 +100,4 @@ if __name__ == "__main__":
     step_back()
     with suppress(OSError):  # sessions, of which this process has its own, may have shares in place of processes
         Path("/proc/self/autogroup").write_text("19", encoding="ascii")
-    serve(answer, memory=memory)
+    serve(answer, memory=memory, refuse=refuse)
