@@ -40,6 +40,7 @@ from loadtest.shapes import COMPARED
 from loadtest.workload import Job, Length, synthetic
 
 _MARGIN_TOKENS = 64  # of a context, beyond the words of a workload
+_NUM_TRIES = 3
 
 
 class CompareError(LoadtestError):
@@ -121,6 +122,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--start-limit", type=float, metavar="S", default=600.0, help="default %(default)s")
     what.add_argument("--point-limit", type=float, metavar="S", default=600.0, help="default %(default)s")
+    what.add_argument(
+        "--others", type=float, metavar="CORES", default=0.1,
+        help="that other work may take; with more, a point is measured again, and in the end left out; default %(default)s",
+    )  # fmt: skip
     what.add_argument("--out", type=Path, metavar="DIR", help="results.json and table.md")
 
 
@@ -224,12 +229,16 @@ class Plan:
             kv_gib=self.options.kv_gib,
         )
 
-    def points(self, turn: Turn) -> Iterator[tuple[Workload, Level]]:
-        """Yield the points: the same prompts for each server, each of them once."""
-        for index, load in enumerate(self.workloads):
+    def points(self, turn: Turn) -> Iterator[tuple[Workload, int]]:
+        """Yield the workloads and concurrencies to measure."""
+        for load in self.workloads:
             for level in self.levels:
                 if level < self.skipped.get((turn.model, turn.peer.name, load.name), sys.maxsize):
-                    yield load, load.level(level, 10_000 * turn.round + 1_000 * index + level)
+                    yield load, level
+
+    def seed(self, turn: Turn, load: Workload, level: int, index: int) -> int:
+        """Return the seed of a point's prompts: the same for each server, and others at each try."""
+        return 1_000_000 * index + 10_000 * turn.round + 1_000 * self.workloads.index(load) + level
 
     def more_flags(self, name: str) -> list[str]:
         return [word for peer, words in self.options.flags if peer == name for word in words]
@@ -282,22 +291,31 @@ def _drive(plan: Plan, turn: Turn, results: Results) -> None:
 
 
 def _measure(
-    plan: Plan, turn: Turn, drive: Drive, server: ServerProcess, asking: Asking, load: Workload, level: Level
+    plan: Plan, turn: Turn, drive: Drive, server: ServerProcess, asking: Asking, load: Workload, level: int
 ) -> None:
-    """Measure one point. Raises PeerError, or KeyboardInterrupt after a signal."""
+    """Measure one point, again while other work disturbs it. Raises PeerError, or KeyboardInterrupt after a signal."""
     limit_s = plan.options.point_limit
-    warm_up = load.jobs(2, -1 - int(level.value)) if level.value == plan.levels[0] else []
-    sweep = asyncio.run(_sweep(server.port, asking, warm_up, level, limit_s))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a closing event loop takes its handlers with it
-    for point in sweep.points:
-        drive.points.append({"workload": load.name, "concurrency": level.concurrency} | asdict(point))
-        drive.failures += [f"{level.load}: {count} x {error}" for error, count in point.errors.items()]
-    if not server.is_alive():
-        raise PeerError(f"{level.load}: it died.\n{server.log_tail()}")
+    for index in range(_NUM_TRIES):
+        point = load.level(level, plan.seed(turn, load, level, index))
+        warm_up = load.jobs(2, -1 - level) if level == plan.levels[0] else []
+        with server.watch_others() as shares:
+            sweep = asyncio.run(_sweep(server.port, asking, warm_up, point, limit_s))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a closing event loop takes its handlers with it
+        if not server.is_alive():
+            raise PeerError(f"{point.load}: it died.\n{server.log_tail()}")
+        if sweep.is_interrupted or shares[0] <= plan.options.others:
+            break
+        print(f"{point.load}: other work took {shares[0]:.2f} of a core", flush=True)
+    else:
+        drive.failures.append(f"{point.load}: left out, because other work disturbed it {_NUM_TRIES} times.")
+        return
+    for each in sweep.points:
+        drive.points.append({"workload": load.name, "concurrency": level, "others_cores": shares[0]} | asdict(each))
+        drive.failures += [f"{point.load}: {count} x {error}" for error, count in each.errors.items()]
     if sweep.is_interrupted:
-        plan.skipped[turn.model, turn.peer.name, load.name] = int(level.value)
+        plan.skipped[turn.model, turn.peer.name, load.name] = level
         drive.failures.append(
-            f"{level.load}: not done within {limit_s:g} s; the requests answered by then are counted."
+            f"{point.load}: not done within {limit_s:g} s; the requests answered by then are counted."
         )
 
 

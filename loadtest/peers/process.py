@@ -84,6 +84,21 @@ class ServerProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    @contextlib.contextmanager
+    def watch_others(self) -> Iterator[list[float]]:
+        """Yield a list that has, after the context, the cores that other work than this and the server's took."""
+        shares: list[float] = []
+        begun_s, before_s = time.perf_counter(), self._others_s()
+        yield shares
+        shares.append((self._others_s() - before_s) / (time.perf_counter() - begun_s))
+
+    def _others_s(self) -> float:
+        """Return the processor seconds of everything else on this machine, and of what runs beside it on the host."""
+        ticks = Path("/proc/stat").read_text().split(maxsplit=9)[1:9] if Path("/proc/stat").exists() else [0] * 8
+        user, nice, system, _, _, irq, softirq, steal = map(int, ticks)
+        own = sum(_ticks(pid) for pid in (os.getpid(), *session_members(self._process.pid)))
+        return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
+
     def log_tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(line[:300] for line in lines[-_LOG_LINES:])
@@ -173,6 +188,14 @@ def rss_bytes(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
+        return 0
+
+
+def _ticks(pid: int) -> int:
+    """Return the processor time of a process and its ended children."""
+    try:
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11:15]))
+    except OSError:  # it has ended, or this is no Linux
         return 0
 
 

@@ -91,7 +91,8 @@ def comparison(tmp_path: Path) -> list[str]:
     )
     executable.chmod(0o755)
     who = ["--quire", str(executable), "--vllm", str(executable), "--only", "quire", "vllm"]
-    return ["compare", "--models-dir", str(tmp_path), *who, "--workloads", "distinct", "--out", str(tmp_path / "out")]
+    what = ["--workloads", "distinct", "--others", "999", "--out", str(tmp_path / "out")]
+    return ["compare", "--models-dir", str(tmp_path), *who, *what]
 
 
 def test_a_whole_comparison(comparison: list[str], tmp_path: Path) -> None:
@@ -102,6 +103,13 @@ def test_a_whole_comparison(comparison: list[str], tmp_path: Path) -> None:
         assert [point["num_requests"] for point in drive["points"]] == [8, 8]
         assert drive["ready_s"] > 0.3
         assert str(tmp_path) not in drive["command"]
+
+
+def test_points_that_other_work_disturbs_are_left_out(comparison: list[str], tmp_path: Path) -> None:
+    assert main([*comparison, "--concurrency", "1", "--rounds", "1", "--only", "quire", "--others", "-1"]) == 1
+    [drive] = json.loads((tmp_path / "out" / "results.json").read_text())["drives"]
+    assert not drive["points"]
+    assert drive["failures"] == ["distinct x 1: left out, because other work disturbed it 3 times."]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 64], ids=["while a server starts", "while it is measured"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from loadtest import compare
-from loadtest.compare import WORKLOADS, CompareError, PeerAsking, Plan
+from loadtest.compare import WORKLOADS, CompareError, PeerAsking, Plan, Turn
 from loadtest.comparison import FIGURES, OUTPUT, TTFT, Drive, Results, lead_over_best
 from loadtest.peers.table import PEERS, Setup, installed_bytes
 from loadtest.workload import Job
@@ -88,18 +88,23 @@ def test_a_model_of_ones_own_is_compared_and_not_prepared(options: Any, tmp_path
 def test_every_server_gets_the_same_prompts_and_no_round_repeats_one(options: Any) -> None:
     plan = Plan.of(options("--vllm", "/bin/sh", "--concurrency", "1", "2"))
     turns = list(plan.turns())
-    texts = [[job.text for _, level in plan.points(turn) for job in level.jobs] for turn in turns]
-    quire, vllm, quire_again, _ = texts
+
+    def texts(turn: Turn, index: int = 0) -> list[str]:
+        levels = [load.level(level, plan.seed(turn, load, level, index)) for load, level in plan.points(turn)]
+        return [job.text for level in levels for job in level.jobs]
+
+    quire, vllm, quire_again, _ = map(texts, turns)
     assert quire == vllm
     assert len(set(quire)) == len(quire)
     assert not set(quire) & set(quire_again)
+    assert not set(quire) & set(texts(turns[0], 1))
 
 
 def test_a_point_that_took_too_long_is_not_tried_again_nor_a_larger_one(options: Any) -> None:
     plan = Plan.of(options("--workloads", "distinct", "long-prompt", "--concurrency", "1", "2", "8"))
     turn = next(plan.turns())
     plan.skipped[turn.model, turn.peer.name, "distinct"] = 2
-    assert [(load.name, level.value) for load, level in plan.points(turn)] == [
+    assert [(load.name, level) for load, level in plan.points(turn)] == [
         ("distinct", 1),
         ("long-prompt", 1),
         ("long-prompt", 2),
