@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
@@ -92,10 +93,15 @@ def create_app(
     return make_app([(Entry(config=config), LoadedModel(engine, tokenizer, images))])
 
 
-def make_app(served: Sequence[tuple[Entry, LoadedModel | None]], memory_limit: int | None = None) -> FastAPI:
+def make_app(
+    served: Sequence[tuple[Entry, LoadedModel | None]],
+    memory_limit: int | None = None,
+    loader: ThreadPoolExecutor | None = None,
+) -> FastAPI:
     """Return an application that serves models, of which those that are loaded at once take so many bytes at most.
 
-    The first one's settings are those that all share.
+    The first one's settings are those that all share. `Models.finish_start` takes those whose loads have begun. `loader` is
+    the thread of loads.
 
     Its lifespan starts the engines and drains them.
     """
@@ -104,11 +110,11 @@ def make_app(served: Sequence[tuple[Entry, LoadedModel | None]], memory_limit: i
     models: Models = parts["models"]
     models.make_parts = partial(_model_parts, parts)
     models.memory_limit = memory_limit
+    models.loader = loader or models.loader
     for each in served:
         models.add(*each)
-    for loaded in models.loaded:
-        if (guard := loaded.responder.guard) is not None:
-            guard.check()
+    if not models.is_starting:
+        models.check_guards()
     tenancy: Tenancy = parts["tenancy"]
     page = load_files() if config.page else {}
     open_paths = {*PROBE_PATHS, *page, *(() if config.protect_metrics else MONITORING_PATHS)}

@@ -1,6 +1,6 @@
 """Runs the HTTP server until a signal or the engine's death, and ends open answers properly.
 
-First signal: new requests are refused while open ones may finish within the shutdown timeout; then they are aborted.
+It serves before the models of the start are loaded; a signal meanwhile ends it. Then, first signal: new requests are refused while open ones may finish within the shutdown timeout; then they are aborted.
 Second signal: they are aborted immediately. Third: the process exits. An engine that dies has already ended its streams; the
 process follows with exit status 1. If the engine hangs, the event loop ends every open answer itself, and the process exits
 with status 1 without waiting for it. SIGHUP reads the tenants and the certificate again.
@@ -46,7 +46,10 @@ def run(
     on_ready: Callable[[], None],
     tls: Tls | None = None,
 ) -> int:
-    """Serve on a bound socket; `on_ready` is called once requests are accepted. Returns the exit status, 0 or 1."""
+    """Serve on a bound socket; `on_ready` is called once requests are accepted. Returns the exit status, 0 or 1.
+
+    Raises what a load of the start raised, or KeyboardInterrupt for a signal before it has ended.
+    """
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -64,6 +67,8 @@ def run(
         daemon.run(sockets=[listener])
     except SystemExit:  # uvicorn's, with a status of its own, where the application did not start; it is in the log
         return 1
+    if daemon.failure is not None:
+        raise daemon.failure
     return 0 if daemon.started and not app.state.models.is_dead else 1
 
 
@@ -86,6 +91,7 @@ class Daemon(uvicorn.Server):
         self._tenants, self._api_keys = parts.config.tenants, parts.config.api_keys
         self._tls = tls
         self._timeout_s = shutdown_timeout_s
+        self.failure: BaseException | None = None  # of the start
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop  # that `serve` runs in
         self._tasks: list[asyncio.Task[None]] = []
@@ -108,8 +114,23 @@ class Daemon(uvicorn.Server):
         """Start the application and listen."""
         await super().startup(sockets)
         if self.started and not self._models.is_draining:
-            self._on_ready()
-            self._tasks.append(asyncio.get_running_loop().create_task(self._warm_up()))
+            self._tasks.append(asyncio.get_running_loop().create_task(self._finish_start()))
+
+    async def _finish_start(self) -> None:
+        """Be ready once the models of the start are loaded, or exit with the error of a load."""
+        try:
+            await self._models.finish_start()
+        except Exception as error:  # any: the start has failed
+            self._fail(error)
+            return
+        self._on_ready()
+        if self._batches is not None:
+            self._batches.worker.wake()
+        await self._warm_up()
+
+    def _fail(self, failure: BaseException) -> None:
+        """Exit, because the start has failed."""
+        self.failure, self.should_exit = failure, True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of signal handlers
         """Wake the loop and do nothing else: a signal arrives between any two bytecodes of the main thread."""
@@ -117,7 +138,9 @@ class Daemon(uvicorn.Server):
 
     def _on_signal(self, name: str) -> None:
         self._num_signals += 1
-        if self._num_signals == 1:
+        if self._models.is_starting:
+            self._fail(KeyboardInterrupt())
+        elif self._num_signals == 1:
             num_open = self._models.num_open
             self._models.order_stop(self._timeout_s)  # before the log says so, and tasks have had their turns
             doing = f"finishing {num_open} open requests within {self._timeout_s:g} s" if num_open else "stopping"

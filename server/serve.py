@@ -1,8 +1,8 @@
 """Runs `quire serve`, from the settings to the end of the process.
 
-Settings and the files they name are checked first, then the port is bound, then torch is imported and weights are read.
-Every fault before the server runs is one sentence and an exit status: 2 for a wrong setting, 1 for anything else; the
-traceback is shown at --log-level debug. Main thread; torch stays behind build_engine.
+Settings and the files they name are checked first, then the port is bound. Torch is imported and weights are read on a
+thread, while the main thread makes the application, which answers 503 until they are there. Every fault before the server runs is one sentence and an exit status: 2 for a wrong setting, 1 for anything else; the
+traceback is shown at --log-level debug. Torch stays behind build_engine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.arbiter import Arbiter
@@ -96,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address, not yet listening: connections are refused while a model loads."""
+    """Return a socket that listens on the address; the kernel holds connections until the event loop runs."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -106,6 +107,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise _explain(error, host, port) from error
@@ -253,95 +255,106 @@ def _read_template(given: str) -> str:
 def _serve(plans: Sequence[_Plan], listener: socket.socket) -> int:
     plan = plans[0]  # of which all have what models share
     app_config = plan.app
-    with ExitStack() as undo:
-        app = _make_app(plans, undo)
-        from server.daemon import run
-
-        try:
-            listener.listen(BACKLOG)
-        except OSError as error:  # another process listens on the same port by now
-            raise _explain(error, plan.serve.host, plan.serve.port) from error
-        undo.pop_all()
+    host, port = listener.getsockname()[:2]
+    url = f"{'http' if plan.tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+    log.info("listening on %s", url)
 
     def announce() -> None:
-        host, port = listener.getsockname()[:2]
-        url = f"{'http' if plan.tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
         names = ", ".join(each.app.served_model_names[0] for each in plans)
+        forget_headers()
+        hide_from_collector()
         log.info("ready in %.1f s: %s serves %s", time.monotonic() - plan.started_s, url, names)
         has_key = bool(app_config.api_keys or app_config.tenants)
         if first := app.state.models.loaded[:1]:
             log.info("try: %s", _curl(_reachable(url), first[0].name, first[0].engine.facts, has_key=has_key))
 
-    forget_headers()
-    hide_from_collector()
-    return run(app, listener, app_config.shutdown_timeout_s, announce, plan.tls)
+    arbiter = Arbiter()
+    with _loading(plans, arbiter) as (loader, loads):
+        import_http()
+        from server.daemon import run
+
+        app = _make_app(plans, arbiter, loader, loads)
+        return run(app, listener, app_config.shutdown_timeout_s, announce, plan.tls)
 
 
 def open_app(argv: Sequence[str]) -> FastAPI:
     """Return the application that `quire serve` would serve, loaded, for another HTTP server. Raises QuireError."""
-    with ExitStack() as undo:
-        app = _make_app(prepare_all(load_settings(argv)), undo)
-        undo.pop_all()
-    return app
+    plans, arbiter = prepare_all(load_settings(argv)), Arbiter()
+    with _loading(plans, arbiter) as (loader, loads):
+        return _make_app(plans, arbiter, loader, [load and load.result() for load in loads])
 
 
-def _make_app(plans: Sequence[_Plan], undo: ExitStack) -> FastAPI:
-    """Return the application with its engines loaded, which `undo` stops."""
-    arbiter, limit = Arbiter(), memory_limit(plans[0].app.models_memory, [plan.engine for plan in plans])
-    loaded = [_load_timed(plan, undo, arbiter) if plan.at_start else (None, 0.0) for plan in plans]
+@contextmanager
+def _loading(
+    plans: Sequence[_Plan], arbiter: Arbiter
+) -> Iterator[tuple[ThreadPoolExecutor, list[Future[LoadedModel] | None]]]:
+    """Load the models of the start on a thread, one after the other; stop them if the block raises."""
+    is_over = Event()
+    loader = ThreadPoolExecutor(1, "quire-loader")
+    loads = [
+        loader.submit(_load, plan, arbiter, lambda: not is_over.is_set(), None) if plan.at_start else None
+        for plan in plans
+    ]
+    try:
+        yield loader, loads
+    except BaseException:  # any: nothing of the models may stay
+        is_over.set()
+        loader.shutdown(cancel_futures=True)
+        for load in loads:
+            if load is not None and not load.cancelled() and load.exception() is None:
+                load.result().engine.stop(0.0)
+        raise
+
+
+def _make_app(
+    plans: Sequence[_Plan],
+    arbiter: Arbiter,
+    loader: ThreadPoolExecutor,
+    loads: Sequence[LoadedModel | Future[LoadedModel] | None],
+) -> FastAPI:
+    """Return the application; it has models that are loaded, and waits for those of which a load has begun."""
     from server.answers.models import Entry
     from server.app import make_app
 
-    entries = [
-        Entry(
+    limit = memory_limit(plans[0].app.models_memory, [plan.engine for plan in plans])
+    served = []
+    for plan, load in zip(plans, loads, strict=True):
+        entry = Entry(
             config=plan.app,
-            load=partial(_load_later, plan, arbiter),
+            load=partial(_load, plan, arbiter),
             adapters=[module.name for module in plan.engine.lora_modules],
             is_kept=plan.is_kept,
             memory=memory_of(plan.engine),
-            load_s=load_s,
+            begun=load if isinstance(load, Future) else None,
         )
-        for plan, (_, load_s) in zip(plans, loaded, strict=True)
-    ]
-    return make_app([(entry, model) for entry, (model, _) in zip(entries, loaded, strict=True)], limit)
+        served.append((entry, None if isinstance(load, Future) else load))
+    return make_app(served, limit, loader)
 
 
-def _load_timed(plan: _Plan, undo: ExitStack, arbiter: Arbiter) -> tuple[LoadedModel, float]:
-    """Return a model of the start, and the seconds that it took."""
-    begun_s = time.monotonic()
-    return _load(plan, undo, arbiter), time.monotonic() - begun_s
-
-
-def _load_later(plan: _Plan, arbiter: Arbiter, is_wanted: Callable[[], bool]) -> LoadedModel:
-    """Return a model that a request waits for. Raises NotWantedError once none does."""
-    with ExitStack() as undo:
-        loaded = _load(plan, undo, arbiter, is_wanted)
-        undo.pop_all()
-    return loaded
-
-
-def _load(plan: _Plan, undo: ExitStack, arbiter: Arbiter, is_wanted: Callable[[], bool] | None = None) -> LoadedModel:
+def _load(plan: _Plan, arbiter: Arbiter, is_wanted: Callable[[], bool], show_bars: bool | None = False) -> LoadedModel:
     """Return the engine, the tokenizer, and what prepares images for a model that takes some.
+
+    Raises NotWantedError once it is not wanted.
 
     Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/startup/ahead.py):
 
-        main thread                                                 other threads, in C
-        settings, port, the model's header (prepare)                torch's libraries are loaded
-        FastAPI, torch, engine.build                                memory for weights is backed with pages
-        build_engine: names and memory of matrices, pool, warm-up   weights are read and packed (native/packer.py)
-        HTTP side and tokenizer, on a thread (_load_front)
+        main thread                         the loader's thread                      other threads, in C
+        settings, port, the model's header                                           torch's libraries are loaded
+        FastAPI, HTTP side, event loop      torch, engine.build                      memory for weights gets its pages
+                                            build_engine: matrices, pool, warm-up    weights are packed (native/packer.py)
+                                            tokenizer, on one more
 
     Two threads must not use the library transformers at the same time: it imports its modules on first use, and the second
-    thread finds them half imported. So a model that needs it is loaded step by step on the main thread.
+    thread finds them half imported. So a model that needs it is loaded step by step on the loader's thread.
     """
     from engine.system.progress import StartupProgress
 
     name, path = plan.app.served_model_names[0], plan.app.model
     log.info("loading %s%s", name, f" from {path}" if local_path(path) is not None or name != path else "")
-    with StartupProgress(show_bars=None if is_wanted is None else False) as startup:
+    with StartupProgress(show_bars=show_bars) as startup, ExitStack() as undo:
 
         def report(progress: Progress) -> None:
-            if is_wanted is not None and not is_wanted():
+            if not is_wanted():
                 raise NotWantedError
             startup.report(progress)
 
@@ -353,20 +366,27 @@ def _load(plan: _Plan, undo: ExitStack, arbiter: Arbiter, is_wanted: Callable[[]
 
             check_foreign(plan.engine)
             plan = _fetch(plan, report)
-            tokenizer = _load_front(plan)
+            tokenizer = _load_tokenizer(plan)
             engine = build_engine(plan.engine, report, hands_over=plan.hands_over, arbiter=arbiter)
             undo.callback(engine.stop, 0.0)
         tokenizer.hold_to(engine.facts.vocab_size)
         if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
             log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
-        from server.answers.models import LoadedModel
+        loaded = _with_images(plan, engine, tokenizer)
+        undo.pop_all()
+        return loaded
 
-        if not engine.facts.takes_images:
-            return LoadedModel(engine, tokenizer)
-        from engine.text.images.preprocessor import ImagePreprocessor  # transformers' part for images
 
-        model, wishes = Path(plan.engine.model), (plan.app.mm_processor_kwargs, plan.app.limit_mm_per_prompt)
-        return LoadedModel(engine, tokenizer, ImagePreprocessor.of(model, tokenizer, *wishes, plan.engine.mmproj))
+def _with_images(plan: _Plan, engine: EngineHandle, tokenizer: TextTokenizer) -> LoadedModel:
+    """Return a loaded model with what prepares images, if it takes some."""
+    from server.answers.models import LoadedModel
+
+    if not engine.facts.takes_images:
+        return LoadedModel(engine, tokenizer)
+    from engine.text.images.preprocessor import ImagePreprocessor  # transformers' part for images
+
+    model, wishes = Path(plan.engine.model), (plan.app.mm_processor_kwargs, plan.app.limit_mm_per_prompt)
+    return LoadedModel(engine, tokenizer, ImagePreprocessor.of(model, tokenizer, *wishes, plan.engine.mmproj))
 
 
 def import_http() -> None:
@@ -391,11 +411,10 @@ def _load_beside(
 ) -> tuple[EngineHandle, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
     memory = begin_weights(plan.engine)
-    import_http()
     from engine.startup.build import build_engine  # torch
 
     with ThreadPoolExecutor(1) as aside, _short_turns():
-        front = aside.submit(_load_front, plan)
+        front = aside.submit(_load_tokenizer, plan)
 
         def report(progress: Progress) -> None:
             tell(progress)
@@ -430,13 +449,10 @@ def _fetch(plan: _Plan, report: Callable[[Progress], None]) -> _Plan:
     return plan._replace(engine=engine, serve=serve_config, model=model)
 
 
-def _load_front(plan: _Plan) -> TextTokenizer:
-    """Return the tokenizer, and import the modules of the HTTP side."""
-    import server.daemon  # noqa: F401 - imported for its duration
+def _load_tokenizer(plan: _Plan) -> TextTokenizer:
+    """Return the tokenizer."""
     from engine.text.tokenizer_files import check_draft_tokenizer, load_tokenizer
-    from server.app import routers
 
-    routers()
     tokenizer = load_tokenizer(
         plan.serve.tokenizer or plan.engine.model,
         chat_template=plan.chat_template,

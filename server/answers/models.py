@@ -1,7 +1,7 @@
 """The models that this daemon serves, loaded or not: which one a request names, and what answers for it. Event loop.
 
-A model is loaded at the start, or when the first request names it. One load runs at a time, in the order in which requests
-came; it takes its room from models without work, the least useful first. Where all of those work, the least useful one takes
+A model is loaded at the start, or when the first request names it. The loads of the start begin before the application is
+there, and requests are a 503 until they end. After them one load runs at a time, in the order in which requests came; it takes its room from models without work, the least useful first. Where all of those work, the least useful one takes
 no more requests, which wait for it to be loaded again: so none is unloaded with work, and no load waits forever. A load
 runs on a thread outside the native library's team, and ends early if all who asked for it have left.
 """
@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -114,6 +114,7 @@ class Entry:
     num_users: int = 0  # requests that it answers
     is_leaving: bool = False
     loading: asyncio.Task[None] | None = None
+    begun: Future[LoadedModel] | None = None  # the load of the start, until it has ended
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # set when a request leaves
 
     @property
@@ -129,7 +130,7 @@ class Entry:
     @property
     def state(self) -> State:
         """Return whether the model answers."""
-        if self.loading is not None:
+        if self.loading is not None or self.begun is not None:
             return State.LOADING
         if self.reason:
             return State.FAILED
@@ -174,6 +175,9 @@ class Entry:
     def now(self) -> ModelParts:
         """Return its parts. Raises a 503 unless it is loaded."""
         if self.parts is None:
+            if self.state is State.LOADING:
+                message = f"The model {self.name!r} is being loaded; send the request again in a moment."
+                raise ApiError(503, "model_loading", message, "model", "server_error")
             message = f"The model {self.name!r} is not loaded; POST /v1/models/{self.name}/load, or ask it something."
             raise ApiError(503, "model_not_loaded", self.error or message, "model", "server_error")
         return self.parts
@@ -185,16 +189,18 @@ class Models:
     def __init__(self, config: AppConfig) -> None:
         self.entries: list[Entry] = []
         self.memory_limit: int | None = None  # of those that are loaded at once
+        self.loader = ThreadPoolExecutor(
+            1, "quire-loader"
+        )  # whose thread lives as long as the models: ranks die with it
         self.make_parts: Callable[[AppConfig, LoadedModel], ModelParts]  # of the application
         self._config = config
         self._turn = asyncio.Lock()  # of loads and unloads
         self._changed = asyncio.Event()  # a request has left a model
-        self._loader = ThreadPoolExecutor(1, "quire-loader")
         self._watching: asyncio.Task[None] | None = None
         self._is_stopping = False
 
     def add(self, entry: Entry, loaded: LoadedModel | None) -> None:
-        """Add a model, which is loaded already or can be."""
+        """Add a model, which is loaded already, is being loaded, or can be."""
         entry.changed = self._changed
         if loaded is not None:
             entry.parts, entry.num_loads = self.make_parts(entry.config, loaded), 1
@@ -257,7 +263,9 @@ class Models:
         """Raise a 503 if a load is of no use; a failure counts for `patience_s`."""
         if self._is_stopping:
             raise ShuttingDownError("The server is shutting down; send the request to another one.")
-        if asks and entry.parts is None and entry.loading is None and not entry.config.models_autoload:
+        if self.is_starting or (
+            asks and entry.parts is None and entry.loading is None and not entry.config.models_autoload
+        ):
             entry.now()
         if entry.error and (time.monotonic() - entry.failed_s < patience_s or entry.load is None):
             message = f"The model {entry.name!r} could not be loaded: {entry.error}"
@@ -273,11 +281,10 @@ class Models:
                     return
                 await self._make_room(entry)
                 begun_s, loop = time.monotonic(), asyncio.get_running_loop()
-                loaded = await loop.run_in_executor(self._loader, entry.load, lambda: self._is_wanted(entry))
-                parts = await loop.run_in_executor(self._loader, self.make_parts, entry.config, loaded)
-                parts.client.start()
-                entry.parts, entry.num_loads, loaded = parts, entry.num_loads + 1, None
-                entry.load_s = time.monotonic() - begun_s
+                loaded = await loop.run_in_executor(self.loader, entry.load, lambda: self._is_wanted(entry))
+                parts = await loop.run_in_executor(self.loader, self.make_parts, entry.config, loaded)
+                self._take(entry, parts, begun_s)
+                loaded = None
                 log.info("loaded %s in %.1f s", entry.name, entry.load_s)
         except NotWantedError:
             log.info("gave up loading %s: nobody waits for it", entry.name)
@@ -291,6 +298,28 @@ class Models:
                 await asyncio.to_thread(loaded.engine.stop, 0.0)
         finally:
             entry.loading = None
+
+    async def finish_start(self) -> None:
+        """Take the models whose loads began at the start, in their order. Raises what a load raised."""
+        for entry in self.entries:
+            if entry.begun is not None:
+                begun_s, loop = time.monotonic(), asyncio.get_running_loop()
+                loaded = await asyncio.wrap_future(entry.begun)
+                parts = await loop.run_in_executor(self.loader, self.make_parts, entry.config, loaded)
+                entry.begun = None
+                self._take(entry, parts, begun_s)
+        self.check_guards()
+
+    def check_guards(self) -> None:
+        """Raise ConfigError if a model is to be guarded by one that is no guard."""
+        for parts in self.loaded:
+            if (guard := parts.responder.guard) is not None:
+                guard.check()
+
+    def _take(self, entry: Entry, parts: ModelParts, begun_s: float) -> None:
+        """Let a model answer, whose load began at a time."""
+        parts.client.start()
+        entry.parts, entry.num_loads, entry.load_s = parts, entry.num_loads + 1, time.monotonic() - begun_s
 
     def _is_wanted(self, entry: Entry) -> bool:
         """Return whether requests wait for a load. Any thread."""
@@ -345,7 +374,7 @@ class Models:
         await parts.client.stop(0.0)
         await parts.close()
         del parts
-        await asyncio.get_running_loop().run_in_executor(self._loader, give_memory_back)
+        await asyncio.get_running_loop().run_in_executor(self.loader, give_memory_back)
         log.info("unloaded %s", entry.name)
 
     async def _watch(self) -> None:
@@ -383,6 +412,11 @@ class Models:
     def loads_by_name(self) -> dict[str, float]:
         """Return how often each model was loaded."""
         return {entry.name: entry.num_loads for entry in self.entries}
+
+    @property
+    def is_starting(self) -> bool:
+        """Return whether a load of the start has not ended."""
+        return any(entry.begun is not None for entry in self.entries)
 
     @property
     def is_draining(self) -> bool:
@@ -424,7 +458,7 @@ class Models:
         await asyncio.gather(*(parts.client.stop(drain_s) for parts in self.loaded))
         async with self._turn:  # of a load, which has been given up, or has just ended
             await asyncio.gather(*(parts.client.stop(0.0) for parts in self.loaded))
-        self._loader.shutdown(wait=False)
+        self.loader.shutdown(wait=False)
 
     def abandon(self, error: QuireError) -> None:
         """End every open answer on `error`, and ignore the engines from now on."""

@@ -17,7 +17,12 @@ router = APIRouter()
 
 
 def check_health(models: Models, stall_limit_s: float, name: str | None = None) -> None:
-    """Raise a 503 if no engine lives, or one has work and makes no step; or of one model, if a name is given."""
+    """Raise a 503 if no engine lives, or one has work and makes no step; or of one model, if a name is given.
+
+    So it does until the loads of the start have ended.
+    """
+    if models.is_starting:
+        raise ApiError(503, "model_loading", "The models of the start are being loaded.", type="server_error")
     entries = models.entries if name is None else [models.find(name)]
     healths = [entry.parts.engine.health() for entry in entries if entry.parts is not None]
     if name is not None and entries[0].error:

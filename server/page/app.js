@@ -62,8 +62,8 @@ const live = new Live({
   onError(error) {
     if (error.status === 401) {
       askForKey(savedKey() !== "");
-    } else if (error.code === "model_not_loaded") {
-      setStatus("waiting", "not loaded");
+    } else if (error.code === "model_not_loaded" || error.code === "model_loading") {
+      setStatus("waiting", error.code === "model_loading" ? "loading" : "not loaded");
     } else {
       setStatus("error", error instanceof ApiError ? error.message : "The server cannot be reached");
     }

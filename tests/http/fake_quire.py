@@ -1,7 +1,8 @@
 """The `quire` command with the real everything but the model: build_engine returns an engine over the fake runner.
 
 FAKE_STEP_S is how long a step takes, FAKE_STEPS after how many the device is lost. FAKE_HOLD names a file: while it
-exists, the step whose number it holds hangs, and so does every later one; a file NAME.hung then shows that. FAKE_MARGIN_S replaces STOP_MARGIN_S.
+exists, the step whose number it holds hangs, and so does every later one; a file NAME.hung then shows that. FAKE_LOAD names a file: while it
+exists, the model is being loaded. FAKE_MARGIN_S replaces STOP_MARGIN_S.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def build_engine(
 ) -> Engine:
     if config.kv_cache_memory_bytes == 1:
         raise MemoryBudgetError("--kv-cache-memory-bytes is 1, too little for one block.")
+    while Path(os.environ.get("FAKE_LOAD", "/nonexistent")).exists():
+        report(Progress("weights", "fake", 0, 100, "tensors"))
+        time.sleep(POLL_S)
     for done in (0, 50, 100):
         report(Progress("weights", "fake", done, 100, "tensors"))
     report(Progress("kv_pool", "256 blocks"))

@@ -27,7 +27,7 @@ from engine.text.tokenizer import TextTokenizer
 from loadtest.errors import LoadtestError
 from loadtest.fake_runner import FakeRunner
 from loadtest.vllm_bench import translate
-from server import app, serve
+from server import app, daemon, serve
 from server.cli import main
 from server.settings.flags import load_settings
 from tests.forked import Forked
@@ -194,7 +194,7 @@ def test_the_traceback_is_there_for_who_wants_it() -> None:
 # -- a life ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fails", ["tokenizer", "application", "port"])
+@pytest.mark.parametrize("fails", ["tokenizer", "application", "serving"])
 def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks are processes, and a program that embeds the application goes on."""
     closed: list[FakeRunner] = []
@@ -208,20 +208,21 @@ def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch
     def close(runner: FakeRunner) -> None:
         closed.append(runner)
 
-    def load_front(_: object) -> TextTokenizer:
+    def load_tokenizer(_: object) -> TextTokenizer:
         is_built.wait(PATIENCE_S)
         if fails == "tokenizer":
             fail()
         return byte_tokenizer()
 
     def start() -> None:
-        if fails == "port":
-            listener: Any = types.SimpleNamespace(listen=fail)
-            serve._serve(serve.prepare_all(load_settings(["--port", "0"])), listener)
+        if fails == "serving":
+            with serve.bind("127.0.0.1", 0) as listener:
+                serve._serve(serve.prepare_all(load_settings(["--port", "0"])), listener)
         else:
             serve.open_app(["--port", "0"])
 
     def fail(*_: object) -> None:
+        is_built.wait(PATIENCE_S)
         raise ConfigError("made to fail")
 
     stand_in = types.ModuleType("engine.startup.build")
@@ -229,11 +230,45 @@ def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch
     monkeypatch.setitem(sys.modules, "engine.startup.build", stand_in)
     monkeypatch.setattr(fake_quire.MortalRunner, "close", close)
     monkeypatch.setattr(serve, "begin_weights", lambda _: None)
-    monkeypatch.setattr(serve, "_load_front", load_front)
+    monkeypatch.setattr(serve, "_load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(daemon, "run", fail)
     monkeypatch.setattr(app, "make_app", fail if fails == "application" else lambda *_: None)
     with pytest.raises(ConfigError, match="made to fail"):
         start()
     assert len(closed) == 1
+
+
+def test_http_answers_while_the_model_is_loaded(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    with quire("serve", FAKE_LOAD=str(hold)) as process, httpx.Client(timeout=PATIENCE_S) as http:
+        url = read_until(process, r"listening on (\S+)")
+        for path in ("/health", "/ready", "/tokenizer_info"):
+            refused = http.get(url + path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading"), path
+        for path in ("/v1/completions", "/v1/models/SmolLM2-135M-Instruct/load"):
+            refused = http.post(url + path, json={"prompt": "hi", "stream": True})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
+            assert refused.headers["retry-after"] == "1"
+        assert http.get(f"{url}/v1/models").json()["data"][0]["status"] == {"value": "loading"}
+        assert 'quire_model_loaded{model_name="SmolLM2-135M-Instruct"} 0.0' in http.get(f"{url}/metrics").text
+        hold.unlink()
+        assert ready(process) == url
+        assert http.get(f"{url}/ready").status_code == 200
+        assert http.post(f"{url}/v1/completions", json={"prompt": "hi", "max_tokens": 1}).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert outcome(process)[0] == 0
+
+
+def test_a_signal_ends_the_load_of_the_start(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    with quire("serve", FAKE_LOAD=str(tmp_path / "hold")) as process:
+        url = read_until(process, r"listening on (\S+)")
+        assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 503
+        process.send_signal(signal.SIGTERM)
+        status, written = outcome(process)
+    assert status == 130
+    assert written.splitlines()[-1].endswith("Stopped while starting.")
 
 
 def test_the_story_ends_with_a_line_that_can_be_pasted() -> None:

@@ -62,6 +62,7 @@ ERRORS = {
     "internal_error": (500, "The server failed.", "Its log says why; please report it."),
     "compute_error": (500, "The model's numbers for this request are not finite.", "Check the checkpoint and `--dtype`."),
     "model_failed": (503, "The request's model could not be loaded.", "The message has the reason; it is tried again after 30 s."),
+    "model_loading": (503, "The model is being loaded.", "Wait for `Retry-After`."),
     "model_not_loaded": (503, "The model is not loaded, and this request does not load it.", "POST /v1/models/NAME/load."),
     "engine_dead": (500, "The engine thread has ended.", "Restart the daemon; the log has the cause."),
     "not_enabled": (501, "The feature is off.", "The message has the flag."),
