@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from engine.core.errors import QuireError
-from loadtest import bench, beside, compare, fit, formats, hostile, images, sessions, vllm_bench
+from loadtest import bench, beside, compare, fit, hostile, images, sessions, vllm_bench
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
 from loadtest.fleet import command as fleet
@@ -24,7 +24,6 @@ COMMANDS: Commands = {
     "fit": ("tell what a model needs and gives here, from its small files", fit.add_options, fit.run),
     "fleet": ("drive daemons behind a real router, and foresee the runs", fleet.add_options, fleet.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
-    "formats": ("measure each format of weights on this machine", formats.add_options, formats.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "beside": ("measure requests beside a long prompt", beside.add_options, beside.run),
     "images": ("measure questions about images", images.add_options, images.run),

@@ -14,10 +14,6 @@ _WRITTEN = ("output", "json", "plot", "save_trace")  # the options that name a f
 _PICTURES = (".png", ".svg", ".pdf")
 
 
-class OutputError(LoadtestError):
-    """A file cannot be written; the message says which and why."""
-
-
 def positive_int(text: str) -> int:
     """Return a whole number from 1; a type of argparse."""
     try:
@@ -60,17 +56,17 @@ def given(options: argparse.Namespace) -> dict[str, object]:
 
 
 def refuse_unwritable(options: argparse.Namespace) -> None:
-    """Raise OutputError for a file that could not be written at the end."""
+    """Raise LoadtestError for a file that could not be written at the end."""
     for name in _WRITTEN:
         path = getattr(options, name, None)
         if not isinstance(path, Path):
             continue
         flag = f"--{name.replace('_', '-')} is {str(path)!r}"
         if path.is_dir():
-            raise OutputError(f"{flag}, which is a folder; name a file.")
+            raise LoadtestError(f"{flag}, which is a folder; name a file.")
         if not path.parent.is_dir():
-            raise OutputError(f"{flag}, and there is no folder {str(path.parent)!r}; make it first.")
+            raise LoadtestError(f"{flag}, and there is no folder {str(path.parent)!r}; make it first.")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise OutputError(f"{flag}, which may not be written; name a file elsewhere.")
+            raise LoadtestError(f"{flag}, which may not be written; name a file elsewhere.")
         if name == "plot" and path.suffix.lower() not in _PICTURES:
-            raise OutputError(f"{flag}; its name must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}.")
+            raise LoadtestError(f"{flag}; its name must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}.")

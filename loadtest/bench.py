@@ -10,6 +10,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +19,11 @@ from rich.progress import Progress
 
 from loadtest.arguments import given, positive_float, positive_int
 from loadtest.client import Client, ClientError, Outcome, Target
+from loadtest.errors import LoadtestError
 from loadtest.output import progress_bar, save_json
 from loadtest.plots import draw_bench, require_matplotlib
 from loadtest.report import Point, show, summarize
-from loadtest.workload import Job, Length, WorkloadError, arrivals, dataset, synthetic
+from loadtest.workload import Job, Length, arrivals, dataset, synthetic
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -148,17 +150,6 @@ async def first_model(client: Client) -> str:
         raise ClientError("/v1/models lists no model; name one with --model.") from None
 
 
-async def measure(port: int, warm_up: Sequence[Job], level: Level, temperature: float = 0.0) -> list[Point]:
-    """Return the point of one level on a local daemon. Raises ClientError."""
-    client, sweep = Client(Target.parse(f"http://127.0.0.1:{port}")), Sweep()
-    try:
-        asking = Asking(await first_model(client), temperature=temperature)
-        await sweep.run(client, asking, warm_up, [level])
-    finally:
-        client.close()
-    return sweep.points
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `bench`."""
     _add_target_options(parser)
@@ -232,7 +223,7 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
 def _length(text: str) -> Length:
     try:
         return Length.parse(text)
-    except WorkloadError as error:
+    except LoadtestError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
@@ -244,9 +235,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _bench(options: argparse.Namespace) -> int:
-    client = Client(Target.parse(options.base_url, options.api_key), options.timeout)
     sweep = Sweep()
-    try:
+    with closing(Client(Target.parse(options.base_url, options.api_key), options.timeout)) as client:
         model = options.model or await first_model(client)
         asking = Asking(model, options.endpoint, options.temperature, not options.respect_eos)
         print(f"{model} at {options.base_url}{asking.path}")
@@ -254,8 +244,6 @@ async def _bench(options: argparse.Namespace) -> int:
         running = asyncio.ensure_future(sweep.run(client, asking, warm_up, _levels(options)))
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, running.cancel)
         await running
-    finally:
-        client.close()
     show(sweep.points)
     save_json(options.json, {"settings": given(options) | {"model": model}, "points": sweep.points})
     if options.plot and sweep.points:

@@ -13,18 +13,20 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, closing
 from itertools import pairwise
 from math import nan
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from loadtest.arguments import positive_int
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.output import print_table, save_json
 from loadtest.report import percentile
+
+Round = TypeVar("Round", bound=NamedTuple)
 
 _SHORT, _STREAM = 100, 64  # tokens of their prompts
 _STREAM_ANSWER = 7500  # tokens: longer than any round
@@ -57,15 +59,13 @@ class Drive:
 
     async def measure(self) -> Figures:
         """Drive one round."""
-        try:
+        with closing(self._client):
             await self._ask(300, 20)  # a warm-up
             shorts = await self._shorts(_SHORT)
             beside = await self._shorts(self._long)
             alone_p99, beside_p99, beside_max, long_s = await self._gaps()
-            seconds = alone_p99, beside_p99, beside_max, _p99(shorts), _p99(beside), long_s
+            seconds = alone_p99, beside_p99, beside_max, p99(shorts), p99(beside), long_s
             return Figures(*[1e3 * each for each in seconds])
-        finally:
-            self._client.close()
 
     async def _ask(self, num_prompt: int, num_tokens: int, outcome: Outcome | None = None) -> Outcome:
         """Stream one answer. Raises ClientError."""
@@ -85,7 +85,7 @@ class Drive:
             await asyncio.sleep(_BEGIN_S)
             yield outcomes
         finally:
-            await _cancel(tasks)
+            await cancel(tasks)
 
     async def _shorts(self, num_beside: int) -> list[float]:
         """Return the TTFTs of short requests beside streams and another prompt."""
@@ -96,7 +96,7 @@ class Drive:
                 await asyncio.sleep(_PAUSE_S)
                 done = await self._ask(_SHORT, 1)
                 ttfts.append(done.chunks[0] - done.start_s)
-            await _cancel([task])
+            await cancel([task])
         return ttfts
 
     async def _gaps(self) -> tuple[float, float, float, float]:
@@ -108,7 +108,7 @@ class Drive:
             await asyncio.sleep(_ALONE_S)
         first = done.chunks[0]
         alone, beside = split_gaps([outcome.chunks for outcome in outcomes], begun, done.start_s, first)
-        return _p99(alone), _p99(beside), max(beside, default=nan), first - done.start_s
+        return p99(alone), p99(beside), max(beside, default=nan), first - done.start_s
 
 
 def split_gaps(
@@ -124,11 +124,13 @@ def split_gaps(
     return alone, beside
 
 
-def _p99(values: Sequence[float]) -> float:
+def p99(values: Sequence[float]) -> float:
+    """Return the 99th percentile."""
     return percentile(sorted(values), 0.99)
 
 
-async def _cancel(tasks: Sequence[asyncio.Future[Outcome]]) -> None:
+async def cancel(tasks: Sequence[asyncio.Future[Outcome]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -136,23 +138,17 @@ async def _cancel(tasks: Sequence[asyncio.Future[Outcome]]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `beside`."""
-    parser.add_argument(
-        "url", nargs="+", metavar="URL", help="running daemons; the first is what others are compared to"
-    )
+    add_rounds(parser)
     parser.add_argument("--api-key", metavar="KEY", default="", help="sent as a bearer token")
-    parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="default %(default)s")
     parser.add_argument("--streams", type=positive_int, default=8, metavar="N", help="that run; default %(default)s")
     parser.add_argument("--long", type=positive_int, default=7000, metavar="TOKENS", help="default %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure in turns, print the medians of the rounds."""
-    rounds: dict[str, list[Figures]] = {url: [] for url in options.url}
-    for number in range(options.rounds):
-        for url, measured in rounds.items():
-            drive = Drive(url, options.api_key, options.streams, options.long, number)
-            measured.append(asyncio.run(drive.measure()))
+    rounds = in_turns(
+        options, lambda url, seed: Drive(url, options.api_key, options.streams, options.long, seed).measure()
+    )
     base = _median(rounds[options.url[0]], "short_ttft_p99_beside")
     rows = []
     for url, measured in rounds.items():
@@ -165,8 +161,26 @@ def run(options: argparse.Namespace) -> int:
         rows.append((url, *gaps, *waits, f"{_median(measured, 'long_ttft') / 1e3:.1f}"))
     names = ("gap p99 ms: alone, beside", "ratio", "longest", "short TTFT p99 ms: without, beside", "to first")
     print_table(("daemon", *names, "long TTFT s"), rows)
-    save_json(options.json, {url: [each._asdict() for each in measured] for url, measured in rounds.items()})
     return 0
+
+
+def add_rounds(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `in_turns`."""
+    parser.add_argument("url", nargs="+", metavar="URL", help="running servers; others are compared to the first")
+    parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="default %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
+
+
+def in_turns(
+    options: argparse.Namespace, measure: Callable[[str, int], Coroutine[Any, Any, Round]]
+) -> dict[str, list[Round]]:
+    """Return the figures of each server's rounds, and write them; `measure` takes its address and the round's number."""
+    rounds: dict[str, list[Round]] = {url: [] for url in options.url}
+    for number in range(options.rounds):
+        for url, measured in rounds.items():
+            measured.append(asyncio.run(measure(url, number)))
+    save_json(options.json, {url: [each._asdict() for each in measured] for url, measured in rounds.items()})
+    return rounds
 
 
 def _median(rounds: Sequence[Figures], name: str) -> float:

@@ -64,6 +64,11 @@ class Target(NamedTuple):
         prefix = url.path.rstrip("/").removesuffix("/v1")
         return cls(url.hostname, port or (443 if tls else 80), url.netloc.rpartition("@")[2], tls, prefix, api_key)
 
+    @classmethod
+    def local(cls, port: int) -> Target:
+        """Return a server of this machine."""
+        return cls.parse(f"127.0.0.1:{port}")
+
     def head(self, method: str, path: str, length: int) -> bytes:
         """Return the request line and the headers."""
         lines = [

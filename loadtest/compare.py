@@ -43,10 +43,6 @@ _MARGIN_TOKENS = 64  # of a context, beyond the words of a workload
 _NUM_TRIES = 3
 
 
-class CompareError(LoadtestError):
-    """The comparison cannot be made; one sentence."""
-
-
 class Workload(NamedTuple):
     """Requests of one kind; a point sends `waves` times its concurrency."""
 
@@ -189,13 +185,13 @@ class Plan:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Plan:
-        """Check the options. Raises CompareError."""
+        """Check the options. Raises LoadtestError."""
         wanted = options.only or [peer.name for peer in PEERS]
         given = {peer.name: getattr(options, peer.name.replace("-", "_")) for peer in PEERS}
         executables = {name: str(path) for name, path in given.items() if path and name in wanted}
         for name, path in executables.items():
             if not os.access(path, os.X_OK):
-                raise CompareError(f"--{name} is {path!r}, which is not an executable file.")
+                raise LoadtestError(f"--{name} is {path!r}, which is not an executable file.")
         names = options.workloads or [load.name for load in WORKLOADS[: 1 if options.quick else None]]
         levels = options.concurrency or ([1, 8, 32] if options.quick else [1, 2, 8, 32, 128])
         for model in options.models:
@@ -204,7 +200,7 @@ class Plan:
                 if file and not (options.models_dir / model / file).exists():
                     prepare = f"--prepare --models {model} --precision {options.precision}"
                     how = f"write it with {prepare}" if model in COMPARED else "--prepare does not know this model"
-                    raise CompareError(f"--models-dir {options.models_dir} has no {model}/{file}; {how}.")
+                    raise LoadtestError(f"--models-dir {options.models_dir} has no {model}/{file}; {how}.")
         workloads = [load for load in WORKLOADS if load.name in names]
         return cls(
             options, wanted, executables, workloads, sorted(levels), options.rounds or (1 if options.quick else 2)
@@ -321,7 +317,7 @@ def _measure(
 
 async def _sweep(port: int, asking: Asking, warm_up: Sequence[Job], level: Level, limit_s: float) -> Sweep:
     loop, stopped = asyncio.get_running_loop(), False
-    client, sweep = Client(Target.parse(f"http://127.0.0.1:{port}"), limit_s), Sweep()
+    client, sweep = Client(Target.local(port), limit_s), Sweep()
     task = asyncio.ensure_future(sweep.run(client, asking, warm_up, [level]))
 
     def stop() -> None:
@@ -358,6 +354,6 @@ def _prepare(options: argparse.Namespace) -> int:
     files = {file_of(name, options.precision) for name in names} - {""}
     for model in options.models:
         if model not in COMPARED:
-            raise CompareError(f"--models is {model!r}, and --prepare writes {', '.join(COMPARED)}.")
+            raise LoadtestError(f"--models is {model!r}, and --prepare writes {', '.join(COMPARED)}.")
         prepare(COMPARED[model], source, options.models_dir, sorted(files), print)
     return 0

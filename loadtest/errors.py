@@ -1,4 +1,4 @@
-"""The base of errors that end a command with one sentence and status 2."""
+"""The error that ends a command with one sentence and status 2."""
 
 from __future__ import annotations
 

@@ -15,20 +15,19 @@ import base64
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from io import BytesIO
 from math import ceil, nan
 from operator import attrgetter
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from PIL import Image
 
 from loadtest.arguments import not_negative, positive_float, positive_int
-from loadtest.beside import split_gaps
+from loadtest.beside import add_rounds, cancel, in_turns, p99, split_gaps
 from loadtest.client import Client, ClientError, Outcome, Target
-from loadtest.output import print_table, save_json
-from loadtest.report import percentile
+from loadtest.output import print_table
 from loadtest.workload import text_of
 
 _CLIENTS, _QUESTIONS, _ANSWER = 8, 4, 32  # of the clients; an answer is so many tokens
@@ -60,7 +59,7 @@ class Drive:
 
     async def measure(self, beside_s: float, every_s: float) -> Figures:
         """Drive one round."""
-        try:
+        with closing(self._client):
             await self._ask(self._image(self._side), 5, 1)  # a warm-up
             image = self._image(self._side)
             first = await self._ask(image, 50, 2)
@@ -72,8 +71,6 @@ class Drive:
             first_s, text_s, again_10_s, again_50_s = [_ttft(outcome) for outcome in (first, text, *again)]
             figures = Figures(first_s, text_s, again_10_s, again_50_s, sum(answered) / seconds)
             return figures._replace(**await self._beside(beside_s, every_s)) if beside_s else figures
-        finally:
-            self._client.close()
 
     async def _clients_turns(self) -> int:
         """Ask several questions about an image of one's own; return the tokens of the answers."""
@@ -96,14 +93,12 @@ class Drive:
             tasks.append(asyncio.ensure_future(self._ask(image, 10, 1, outcomes[-1])))
             await asyncio.sleep(sent + min(number * every_s, seconds) - time.perf_counter())
         now = time.perf_counter()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
         alone, beside = split_gaps([outcome.chunks for outcome in streams], begun, sent, now)
         answered = [_ttft(outcome) for outcome in outcomes if outcome.chunks]
         return {
-            "gap_p99_s": percentile(sorted(alone), 0.99),
-            "gap_p99_beside_s": percentile(sorted(beside), 0.99),
+            "gap_p99_s": p99(alone),
+            "gap_p99_beside_s": p99(beside),
             "large_s": large,
             "large_beside_s": median(answered) if answered else nan,
             "num_beside": len(answered),
@@ -141,9 +136,8 @@ def _ttft(outcome: Outcome) -> float:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `images`."""
-    parser.add_argument("url", nargs="+", metavar="URL", help="running servers; the first is compared to the others")
+    add_rounds(parser)
     parser.add_argument("--model", default="default", metavar="NAME", help="of every server; default %(default)s")
-    parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="default %(default)s")
     parser.add_argument("--side", type=positive_int, default=512, metavar="PIXELS", help="default %(default)s")
     parser.add_argument(
         "--beside", type=not_negative, default=0, metavar="S", help="how long images arrive beside streams; default 0"
@@ -151,18 +145,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every", type=positive_float, default=1.0, metavar="S", help="between two of them; default %(default)s"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure in turns, print the medians of the rounds."""
-    rounds: dict[str, list[Figures]] = {url: [] for url in options.url}
-    for number in range(options.rounds):
-        for url, measured in rounds.items():
-            drive = Drive(url, options.model, options.side, number)
-            measured.append(asyncio.run(drive.measure(options.beside, options.every)))
+    rounds = in_turns(
+        options,
+        lambda url, seed: Drive(url, options.model, options.side, seed).measure(options.beside, options.every),
+    )
     print_table(("figure", *rounds), _rows(list(rounds.values())))
-    save_json(options.json, {url: [each._asdict() for each in measured] for url, measured in rounds.items()})
     return 0
 
 

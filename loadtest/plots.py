@@ -11,16 +11,12 @@ from loadtest.errors import LoadtestError
 from loadtest.report import Point, gaps, ttfts
 
 
-class PlotError(LoadtestError):
-    """A picture cannot be drawn; the message says what to install."""
-
-
 def require_matplotlib() -> Any:
-    """Return matplotlib's pyplot, which draws to files only. Raises PlotError."""
+    """Return matplotlib's pyplot, which draws to files only. Raises LoadtestError."""
     try:
         import matplotlib as mpl
     except ImportError:
-        raise PlotError("plots need matplotlib, which is not installed: pip install 'quire-serve[plot]'.") from None
+        raise LoadtestError("plots need matplotlib, which is not installed: pip install 'quire-serve[plot]'.") from None
     mpl.use("Agg")
     mpl.rcParams.update({"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False})
     import matplotlib.pyplot as plt

@@ -181,18 +181,16 @@ async def drive(
     server: Server, sessions: Sequence[Session], num_clients: int, note: Callable[[Turn], None], until: float = math.inf
 ) -> None:
     """Run sessions up to a turn, some of them concurrently, and note each turn. Raises ClientError."""
-    client, waiting = Client(Target.parse(f"http://127.0.0.1:{server.port}"), math.inf), list(sessions)
+    waiting = list(sessions)
 
-    async def work() -> None:
+    async def work(client: Client) -> None:
         while waiting:
             session = waiting.pop(0)
             while session.turn < min(until, session.num_turns):
                 note(await server.ask(client, session))
 
-    try:
-        await asyncio.gather(*(work() for _ in range(num_clients)))
-    finally:
-        client.close()
+    with contextlib.closing(Client(Target.local(server.port), math.inf)) as client:
+        await asyncio.gather(*(work(client) for _ in range(num_clients)))
 
 
 def foresee(

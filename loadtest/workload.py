@@ -25,10 +25,6 @@ face
 WORDS = COMMON.split()
 
 
-class WorkloadError(LoadtestError):
-    """A workload cannot be made from these options; the message says why."""
-
-
 class Job(NamedTuple):
     """One request: its text, its max_tokens, and its arrival in seconds."""
 
@@ -46,14 +42,14 @@ class Length:
 
     @classmethod
     def parse(cls, text: str) -> Length:
-        """Read "128" or "64:256". Raises WorkloadError."""
+        """Read "128" or "64:256". Raises LoadtestError."""
         low, _, high = text.partition(":")
         try:
             length = cls(int(low), int(high or low))
         except ValueError:
-            raise WorkloadError(f"length {text!r} is not a number or a range such as 64:256.") from None
+            raise LoadtestError(f"length {text!r} is not a number or a range such as 64:256.") from None
         if not 1 <= length.low <= length.high:
-            raise WorkloadError(f"length {text!r} must start at 1 or more and not run backwards.")
+            raise LoadtestError(f"length {text!r} must start at 1 or more and not run backwards.")
         return length
 
     def draw(self, rng: random.Random) -> int:
@@ -75,14 +71,14 @@ def synthetic(
 
 
 def dataset(path: Path, num: int, *, output: Length, seed: int) -> list[Job]:
-    """Return jobs of a JSONL file of prompts. Raises WorkloadError."""
+    """Return jobs of a JSONL file of prompts. Raises LoadtestError."""
     rng = random.Random(seed)
     try:
         rows = list(_rows(path))
     except OSError as error:
-        raise WorkloadError(f"the dataset {path} cannot be read: {error.strerror}.") from None
+        raise LoadtestError(f"the dataset {path} cannot be read: {error.strerror}.") from None
     if not rows:
-        raise WorkloadError(f"the dataset {path} is empty.")
+        raise LoadtestError(f"the dataset {path} is empty.")
     rng.shuffle(rows)
     drawn = (rows[index % len(rows)] for index in range(num))
     return [Job(row["prompt"], row.get("max_tokens") or output.draw(rng)) for row in drawn]
@@ -99,7 +95,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, KeyError, TypeError):
                 valid = False
             if not valid:
-                raise WorkloadError(f'line {number} of {path} is not a JSON object with a "prompt" string.')
+                raise LoadtestError(f'line {number} of {path} is not a JSON object with a "prompt" string.')
             yield row
 
 

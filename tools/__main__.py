@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from loadtest.__main__ import Commands, run_command
-from tools import accuracy, drafts, groups, handover, house, loading, perplexity, ranks, scheduler, steps
+from tools import accuracy, drafts, formats, groups, handover, house, loading, perplexity, ranks, scheduler, steps
 
 COMMANDS: Commands = {
     "house": ("measure the code itself", house.add_options, house.run),
+    "formats": ("measure each format of weights on this machine", formats.add_options, formats.run),
     "loading": ("measure a start: first token and memory", loading.add_options, loading.run),
     "groups": ("count what a pool holds of models with sliding windows", groups.add_options, groups.run),
     "handover": ("time a hand-over of K/V between two processes", handover.add_options, handover.run),

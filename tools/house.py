@@ -28,10 +28,6 @@ BEGIN, END = "<!-- figures: python -m tools house --update CONTRIBUTING.md -->",
 _CHAT = {"messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 12, "stream": True}
 
 
-class HouseError(LoadtestError):
-    """The figures cannot be written; the message says why."""
-
-
 class Row(NamedTuple):
     """One figure, as the report shows it."""
 
@@ -290,12 +286,12 @@ def _long_functions(path: Path) -> Iterator[str]:
 
 
 def update(path: Path, rows: list[Row]) -> None:
-    """Replace the table between BEGIN and END. Raises HouseError without them."""
+    """Replace the table between BEGIN and END. Raises LoadtestError without them."""
     text = path.read_text(encoding="utf-8")
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not (begin and end):
-        raise HouseError(f"{path} has no {BEGIN} and {END}, where the figures go.")
+        raise LoadtestError(f"{path} has no {BEGIN} and {END}, where the figures go.")
     lines = ["| figure | now | wanted |", "|---|---|---|", *(f"| {' | '.join(row[:3])} |" for row in rows)]
     path.write_text("\n".join([f"{head}{BEGIN}", *lines, f"{END}{tail}"]), encoding="utf-8")
 

@@ -27,7 +27,7 @@ from loadtest.arguments import positive_int
 from loadtest.comparison import describe_host
 from loadtest.errors import LoadtestError
 from loadtest.output import markdown, save_json
-from loadtest.peers.process import Command, free_port, read_through, running
+from loadtest.peers.process import Command, free_port, running
 
 _CONTEXT, _POOL = 4096, "256MiB"
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -135,3 +135,10 @@ def _drop(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_through(path: Path) -> None:
+    """Bring a file into the page cache."""
+    with path.open("rb") as file:
+        while file.read(1 << 24):
+            pass

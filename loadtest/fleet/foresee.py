@@ -14,11 +14,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from engine.core.config import SchedulerConfig
+from loadtest.errors import LoadtestError
 from loadtest.simulation.closed_loop import Delays, Known
 from loadtest.simulation.fleet_figures import Figures
 from loadtest.simulation.measure import Shape
 from loadtest.simulation.recording import Replayer
-from loadtest.simulation.replica import SimulationError
 from loadtest.simulation.variants import plain_settings
 
 _EVENTS_S = 0.005  # from a step's end until the router has its events
@@ -65,7 +65,7 @@ class _Timer(Replayer):
 
 
 def read_recording(path: Path) -> Measured:
-    """Return the steps of a recording. Raises SimulationError."""
+    """Return the steps of a recording. Raises LoadtestError."""
     with path.open(encoding="utf-8") as lines:
         timer = _Timer(json.loads(next(lines)))
         for text in lines:
@@ -73,7 +73,7 @@ def read_recording(path: Path) -> Measured:
                 break
             timer.take(json.loads(text))
             if timer.done.difference:
-                raise SimulationError(f"{path} cannot be replayed: {timer.done.difference}")
+                raise LoadtestError(f"{path} cannot be replayed: {timer.done.difference}")
     num = len(timer.seconds)
     return Measured(timer.config, timer.shapes[:num], timer.seconds, timer.done.ttfts_s, timer.done.decodes_s)
 

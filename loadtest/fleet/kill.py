@@ -58,7 +58,7 @@ def kill_and_return(routing: Routing, sizes: Sizes, num: int, num_clients: int, 
 
 async def _story(found: Fleet, num_clients: int) -> Story:
     """Kill the first daemon under load and start it again."""
-    client = Client(Target.parse(f"http://127.0.0.1:{found.port}"), timeout_s=60.0)
+    client = Client(Target.local(found.port), timeout_s=60.0)
     asking, prompts, outcomes = Asking(found.model, "chat"), iter(draw(_LOAD, 1)), list[Outcome]()
     is_over = asyncio.Event()
 

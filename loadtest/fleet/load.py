@@ -10,7 +10,7 @@ import random
 from typing import NamedTuple
 
 from loadtest.arguments import positive_float, positive_int
-from loadtest.workload import WORDS, Job
+from loadtest.workload import Job, text_of
 
 _TEMPLATE_TOKENS = 16  # of the chat template before a prompt, in whole blocks
 
@@ -67,15 +67,11 @@ def prefixes_of(overcommit: float, pool_tokens: int, prefix_words: int) -> int:
 def draw(load: Load, seed: int) -> list[Prompt]:
     """Return the requests of one run: each prefix is chosen uniformly."""
     rng = random.Random(seed)
-    shared = [_text(rng, load.prefix_words) for _ in range(load.num_prefixes)]
+    shared = [text_of(rng, load.prefix_words) for _ in range(load.num_prefixes)]
     prompts = []
     for _ in range(load.num_requests):
         place = rng.randrange(len(shared)) if shared else -1
-        start = shared[place] if shared else _text(rng, load.prefix_words)
-        text = f"{start} {_text(rng, load.own_words)}"
+        start = shared[place] if shared else text_of(rng, load.prefix_words)
+        text = f"{start} {text_of(rng, load.own_words)}"
         prompts.append(Prompt(Job(text, load.max_tokens), f"{seed}-{place}" if shared else ""))
     return prompts
-
-
-def _text(rng: random.Random, num_words: int) -> str:
-    return " ".join(rng.choices(WORDS, k=num_words))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import closing
 
 from loadtest.bench import Asking, closed_loop
 from loadtest.client import Client, Outcome, Target
@@ -29,11 +30,8 @@ def token_ids(port: int, model: str, prompts: Sequence[Prompt]) -> list[list[int
 
 async def send_all(port: int, model: str, prompts: Sequence[Prompt], num_clients: int) -> list[Outcome]:
     """Send the prompts in order from so many clients; return the outcomes in that order."""
-    client = Client(Target.parse(f"http://127.0.0.1:{port}"), timeout_s=120.0)
-    try:
+    with closing(Client(Target.local(port), timeout_s=120.0)) as client:
         return await closed_loop(client, Asking(model, "chat"), [prompt.job for prompt in prompts], num_clients)
-    finally:
-        client.close()
 
 
 def measure(

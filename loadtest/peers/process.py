@@ -163,13 +163,6 @@ def free_port() -> int:
     return port
 
 
-def read_through(path: Path) -> None:
-    """Bring a file into the page cache."""
-    with path.open("rb") as file:
-        while file.read(1 << 24):
-            pass
-
-
 def session_members(session: int) -> list[int]:
     """Return the living processes of a session, from /proc."""
     members = []

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.types import FinishReason, Request, TokenEvent
+from loadtest.errors import LoadtestError
 from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.credits import Credits, Seen, cacheable, names_of
 from loadtest.simulation.fleet_figures import Figures
 from loadtest.simulation.policies import POLICIES, Policy
-from loadtest.simulation.replica import Replica, SimulationError
+from loadtest.simulation.replica import Replica
 
 
 class Answered(NamedTuple):
@@ -80,7 +81,7 @@ class ClosedLoop:
         self.answers: dict[str, Answered] = {}
 
     def run(self, requests: Sequence[Request], num_clients: int) -> list[Answered]:
-        """Serve the requests in order; return the answers in that order. Raises SimulationError if one has none."""
+        """Serve the requests in order; return the answers in that order. Raises LoadtestError if one has none."""
         for client in range(min(num_clients, len(requests))):
             heappush(self._arrivals, (self._delays.before_s, client))
         place = 0
@@ -97,7 +98,7 @@ class ClosedLoop:
         for replica in self.replicas:
             replica.check_integrity()
         if len(self.answers) < len(requests):
-            raise SimulationError(f"{len(requests) - len(self.answers)} requests have no answer.")
+            raise LoadtestError(f"{len(requests) - len(self.answers)} requests have no answer.")
         return [self.answers[request.request_id] for request in requests]
 
     @property
@@ -125,7 +126,7 @@ class ClosedLoop:
         def finish(event: TokenEvent) -> None:
             sent, timings = self._sent.pop(event.request_id), event.timings
             if timings is None or event.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-                raise SimulationError(f"request {event.request_id} ended without an answer.")
+                raise LoadtestError(f"request {event.request_id} ended without an answer.")
             ttft_s = self._delays.before_s + timings.queue_s + timings.prefill_s
             self.answers[event.request_id] = Answered(
                 place, ttft_s, ttft_s + timings.decode_s + self._delays.after_s, sent.credited
@@ -137,10 +138,10 @@ class ClosedLoop:
 
 
 def foresee(requests: Sequence[Request], known: Known, *, policy: str, num_daemons: int, num_clients: int) -> Figures:
-    """Return the figures of a run on the virtual clock. Raises SimulationError for an unknown policy."""
+    """Return the figures of a run on the virtual clock. Raises LoadtestError for an unknown policy."""
     if policy not in POLICIES:
         names = ", ".join(POLICIES)
-        raise SimulationError(f"the policy {policy!r} is not simulated; leave it out, or name one of {names}.")
+        raise LoadtestError(f"the policy {policy!r} is not simulated; leave it out, or name one of {names}.")
     loop = ClosedLoop(known.config, known.costs, num_replicas=num_daemons, policy=POLICIES[policy], delays=known.delays)
     answers = loop.run(requests, num_clients)
     prompts = [request.prompt for request in requests]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.core.queues import POLICIES
 from loadtest.arguments import given, positive_int, share
+from loadtest.errors import LoadtestError
 from loadtest.output import progress_bar, save_json
 from loadtest.plots import require_matplotlib
 from loadtest.simulation import shared_options
@@ -23,7 +24,6 @@ from loadtest.simulation.fleet_figures import show_fleet
 from loadtest.simulation.policies import POLICIES as CLOSED_POLICIES
 from loadtest.simulation.recording import is_recording, replay_recording
 from loadtest.simulation.replay import History, replay
-from loadtest.simulation.replica import SimulationError
 from loadtest.simulation.report import Row, show, show_fleets, show_recordings
 from loadtest.simulation.routers import ROUTERS
 from loadtest.simulation.trace import to_request, write_trace
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 def _replay_recordings(options: argparse.Namespace) -> int:
     """Replay recordings step for step. 1 if a plan differs from the recorded one."""
     if options.policy or options.assignments or not all(is_recording(Path(source)) for source in options.source):
-        raise SimulationError("a recording is replayed as it was, without --policy, --set and other traces.")
+        raise LoadtestError("a recording is replayed as it was, without --policy, --set and other traces.")
     replayed = {source: replay_recording(Path(source)) for source in options.source}
     show_recordings(replayed)
     figures = {source: {**recording_figures(done), "difference": done.difference} for source, done in replayed.items()}
@@ -93,7 +93,7 @@ def _replay(options: argparse.Namespace) -> int:
     ]
     if options.save_trace:
         if len(workloads) > 1:
-            raise SimulationError(f"--save-trace writes one workload, and {len(workloads)} were named.")
+            raise LoadtestError(f"--save-trace writes one workload, and {len(workloads)} were named.")
         write_trace(options.save_trace, workloads[0][1])
     targets, rows, histories = shared_options.targets(options), [], []
     with progress_bar() as progress:
@@ -125,25 +125,26 @@ def _replay(options: argparse.Namespace) -> int:
 def _fleet(options: argparse.Namespace) -> int:
     costs = StepCosts.load(options.costs)
     if len(options.source) > 1:
-        raise SimulationError(f"a fleet is sized for one trace, and {len(options.source)} were named.")
+        raise LoadtestError(f"a fleet is sized for one trace, and {len(options.source)} were named.")
     variants = make_variants(costs.settings, options.policy, options.assignments)
     if len(variants) > 1:
-        raise SimulationError(f"a fleet is sized for one setting, and --set names {len(variants)}.")
+        raise LoadtestError(f"a fleet is sized for one setting, and --set names {len(variants)}.")
     config = variants[0].config
     known = CLOSED_POLICIES if options.clients else ROUTERS
     routers = options.router or list(known)
     if unknown := [name for name in routers if name not in known]:
         way = "with" if options.clients else "without"
-        raise SimulationError(f"--router {unknown[0]} is not known {way} --clients; name one of {', '.join(known)}.")
+        raise LoadtestError(f"--router {unknown[0]} is not known {way} --clients; name one of {', '.join(known)}.")
     if options.clients:
-        return _closed_fleet(options, Known(config, costs, _delays(options)), routers)
+        delays = Delays(before_s=options.before_ms / 1e3, events_s=options.events_ms / 1e3)
+        return _closed_fleet(options, Known(config, costs, delays), routers)
     found: dict[tuple[str, int], float] = {}
     with progress_bar() as progress:
         task = progress.add_task("fleets", total=len(options.replicas) * len(routers))
         for num in options.replicas:
             rows = shared_options.rows(options.source[0], options, config.max_model_len, num_replicas=num)
             if rows[-1].arrival_s <= 0:
-                raise SimulationError("a fleet cannot be sized for requests that all arrive at the same time.")
+                raise LoadtestError("a fleet cannot be sized for requests that all arrive at the same time.")
             if len(rows) * (1 - options.share) < 1:
                 print(f"{len(rows)} requests are too few to measure {options.share:.0%} of them.")
             for router in routers:
@@ -157,10 +158,6 @@ def _fleet(options: argparse.Namespace) -> int:
     fleets = [{"router": router, "replicas": num, "requests_per_s": rate} for (router, num), rate in found.items()]
     save_json(options.json, {"settings": given(options), "config": asdict(config), "fleets": fleets})
     return 0
-
-
-def _delays(options: argparse.Namespace) -> Delays:
-    return Delays(before_s=options.before_ms / 1e3, events_s=options.events_ms / 1e3)
 
 
 def _closed_fleet(options: argparse.Namespace, known: Known, routers: Sequence[str]) -> int:

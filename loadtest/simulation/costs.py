@@ -21,10 +21,6 @@ from loadtest.errors import LoadtestError
 DEFAULT_COSTS = Path(__file__).with_name("smollm2-135m-two-cores.json")
 
 
-class CostError(LoadtestError):
-    """A file of costs cannot be used; the message says which and why."""
-
-
 @dataclass(frozen=True, slots=True)
 class Table:
     """A function of a whole number from 0, linear between points and beyond the last."""
@@ -95,7 +91,7 @@ class StepCosts:
 
     @classmethod
     def load(cls, path: Path) -> StepCosts:
-        """Read a file of costs. Raises CostError."""
+        """Read a file of costs. Raises LoadtestError."""
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             rows, samples = (_table(document.pop(name)) for name in ("rows", "samples"))
@@ -106,10 +102,10 @@ class StepCosts:
                 **{name: value for name, value in document.items() if name != "copies"},  # of older files
             )
         except OSError as error:
-            raise CostError(f"the costs {path} cannot be read: {error.strerror}.") from None
+            raise LoadtestError(f"the costs {path} cannot be read: {error.strerror}.") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise CostError(f"{path} does not hold costs as `quire calibrate` writes them ({what}).") from None
+            raise LoadtestError(f"{path} does not hold costs as `quire calibrate` writes them ({what}).") from None
 
 
 def _table(document: dict[str, Sequence[float]]) -> Table:

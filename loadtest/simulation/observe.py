@@ -9,6 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 from loadtest.bench import Asking, first_model, open_loop
@@ -31,15 +32,12 @@ class Observed(NamedTuple):
 
 async def observe(port: int, rows: Sequence[TraceRequest], *, seed: int, on_answer: OnAnswer) -> list[Observed]:
     """Send every request at its arrival. Raises ClientError if one fails."""
-    client = Client(Target.parse(f"http://127.0.0.1:{port}"))
-    try:
+    with closing(Client(Target.local(port))) as client:
         asking = Asking(await first_model(client))
         jobs = [Job(_text(row, f"{seed} {index}"), row.output_tokens, row.arrival_s) for index, row in enumerate(rows)]
         begun = time.perf_counter()
         outcomes = await open_loop(client, asking, jobs, lambda _: on_answer())
         return [_observed(row, outcome, begun) for row, outcome in zip(rows, outcomes, strict=True)]
-    finally:
-        client.close()
 
 
 async def warm_up(port: int) -> None:

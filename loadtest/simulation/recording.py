@@ -34,8 +34,9 @@ from engine.core.types import (
     TokenLogprob,
 )
 from engine.recording.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, describe, shown_prompt
+from loadtest.errors import LoadtestError
 from loadtest.fake_runner import FakeRunner
-from loadtest.simulation.replica import Gaps, SimulationError
+from loadtest.simulation.replica import Gaps
 
 _OPS = ("add", "drop", "abort", "plan", "commit", "roll_back", "give_up_copies", "end")  # methods of a Replayer
 
@@ -66,16 +67,16 @@ def is_recording(path: Path) -> bool:
 
 
 def replay_recording(path: Path) -> Replayed:
-    """Replay a file. Raises SimulationError if it is damaged or of another version."""
+    """Replay a file. Raises LoadtestError if it is damaged or of another version."""
     try:
         with path.open(encoding="utf-8") as lines:
             return replay_lines(lines, str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise SimulationError(f"the recording {path} cannot be read: {error}.") from None
+        raise LoadtestError(f"the recording {path} cannot be read: {error}.") from None
 
 
 def replay_lines(lines: Iterable[str], name: str = "it") -> Replayed:
-    """Replay the lines of a recording. Raises SimulationError."""
+    """Replay the lines of a recording. Raises LoadtestError."""
     numbered = enumerate(lines, 1)
     replayer = Replayer(_parse(name, *next(numbered, (1, ""))))
     for number, text in numbered:
@@ -86,7 +87,7 @@ def replay_lines(lines: Iterable[str], name: str = "it") -> Replayed:
             replayer.take(line)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             where = f"line {number} of {name} ({line.get('op')!r})"
-            raise SimulationError(f"{where} cannot be replayed: {type(error).__name__}: {error}.") from error
+            raise LoadtestError(f"{where} cannot be replayed: {type(error).__name__}: {error}.") from error
         if replayer.done.difference:
             replayer.done.difference = f"line {number}: {replayer.done.difference}"
             break
@@ -99,7 +100,7 @@ def _parse(name: str, number: int, text: str) -> dict[str, Any]:
     except ValueError:
         line = None
     if not isinstance(line, dict):
-        raise SimulationError(f"line {number} of {name} is not a JSON object; the recording is damaged.")
+        raise LoadtestError(f"line {number} of {name} is not a JSON object; the recording is damaged.")
     return line
 
 
@@ -107,10 +108,10 @@ class Replayer:
     """Replays line after line; `done` is the outcome so far."""
 
     def __init__(self, header: dict[str, Any]) -> None:
-        """Read the header. Raises SimulationError if it is that of another version."""
+        """Read the header. Raises LoadtestError if it is that of another version."""
         known = {each.name for each in fields(SchedulerConfig)}
         if header.get("quire_recording") != FORMAT or header["scheduler"].keys() != known:
-            raise SimulationError(
+            raise LoadtestError(
                 f"the recording has format {header.get('quire_recording')!r} of version {header.get('version')}, which "
                 f"differs from format {FORMAT} here; replay it with the version that wrote it."
             )

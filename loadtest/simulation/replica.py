@@ -21,10 +21,6 @@ from loadtest.errors import LoadtestError
 from loadtest.simulation.costs import StepCosts
 
 
-class SimulationError(LoadtestError):
-    """The simulation cannot run; the message is one sentence."""
-
-
 class Sample(NamedTuple):
     """A replica at one moment."""
 
@@ -127,7 +123,7 @@ class Replica:
         if plan is not None:
             self._launch(plan)
         elif not self._launched and self._scheduler.has_work and not self._scheduler.has_parked:
-            raise SimulationError("requests wait, nothing runs, and the scheduler plans nothing.")
+            raise LoadtestError("requests wait, nothing runs, and the scheduler plans nothing.")
         if self._launched and (plan is None or len(self._launched) > self._depth):
             self._commit()
         # Stores are as fast as memory here.

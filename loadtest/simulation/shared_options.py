@@ -9,9 +9,10 @@ from pathlib import Path
 
 from engine.core.scheduling.admission import QueueLimits
 from loadtest.arguments import positive_float, positive_int
+from loadtest.errors import LoadtestError
 from loadtest.simulation.costs import DEFAULT_COSTS
 from loadtest.simulation.figures import Targets
-from loadtest.simulation.replica import Replica, SimulationError
+from loadtest.simulation.replica import Replica
 from loadtest.simulation.trace import TraceRequest, at_speed, clipped, read_trace
 from loadtest.simulation.workloads import WORKLOADS, generate
 
@@ -61,7 +62,7 @@ def rows(source: str, options: argparse.Namespace, max_model_len: int, *, num_re
         found = generate(source, num=num, rate=options.rate, seed=options.seed, max_model_len=max_model_len)
     else:
         if options.rate is not None:
-            raise SimulationError("--rate is for workloads; the arrivals of a file are scaled with --speed.")
+            raise LoadtestError("--rate is for workloads; the arrivals of a file are scaled with --speed.")
         trace = read_trace(Path(source))
         found = trace.requests[: options.num]
         if trace.num_unanswered:

@@ -18,10 +18,6 @@ from engine.core.types import Request, SamplingParams
 from loadtest.errors import LoadtestError
 
 
-class TraceError(LoadtestError):
-    """A trace cannot be read; the message names the file, line and value."""
-
-
 class TraceRequest(NamedTuple):
     """One line of a trace; times are seconds from its start."""
 
@@ -62,14 +58,14 @@ _FRACTION = re.compile(r"(\.\d{6})\d+")  # Azure writes seven digits, datetime r
 
 
 def read_trace(path: Path) -> Trace:
-    """Return the requests of a CSV file, the first at time 0. Raises TraceError."""
+    """Return the requests of a CSV file, the first at time 0. Raises LoadtestError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             return _read(path, csv.reader(lines))
     except OSError as error:
-        raise TraceError(f"the trace {path} cannot be read: {error.strerror}.") from None
+        raise LoadtestError(f"the trace {path} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"the trace {path} is not a CSV file of UTF-8 text: {error}.") from None
+        raise LoadtestError(f"the trace {path} is not a CSV file of UTF-8 text: {error}.") from None
 
 
 def _read(path: Path, rows: Iterable[list[str]]) -> Trace:
@@ -87,7 +83,7 @@ def _read(path: Path, rows: Iterable[list[str]]) -> Trace:
         else:
             num_unanswered += 1
     if not requests:
-        raise TraceError(f"the trace {path} holds no request.")
+        raise LoadtestError(f"the trace {path} holds no request.")
     return Trace(_from_zero(_with_prefixes(requests)), num_unanswered)
 
 
@@ -103,7 +99,7 @@ def _places(path: Path, header: Sequence[str]) -> dict[str, int]:
     for field in _REQUIRED:
         if field not in places:
             names = " or ".join(_COLUMNS[field])
-            raise TraceError(f"the trace {path} has no column {names}; its first line is {','.join(header)!r}.")
+            raise LoadtestError(f"the trace {path} has no column {names}; its first line is {','.join(header)!r}.")
     return places
 
 
@@ -115,9 +111,9 @@ def _request(values: dict[str, str], where: str) -> TraceRequest:
     prompt, output = _number(values, "prompt_tokens", 1, where), _number(values, "output_tokens", 0, where)
     max_tokens, prefix = _number(values, "max_tokens", 0, where), _number(values, "prefix_tokens", 0, where)
     if 0 < max_tokens < output:
-        raise TraceError(f"{where}: max_tokens is {max_tokens}, less than the {output} tokens of output.")
+        raise LoadtestError(f"{where}: max_tokens is {max_tokens}, less than the {output} tokens of output.")
     if prefix > prompt:
-        raise TraceError(f"{where}: prefix_tokens is {prefix}, more than the {prompt} tokens of the prompt.")
+        raise LoadtestError(f"{where}: prefix_tokens is {prefix}, more than the {prompt} tokens of the prompt.")
     group, tenant = values.get("prefix_group", ""), values.get("tenant", "")
     arrival_s, priority = _seconds(values["arrival_s"], where), _number(values, "priority", -math.inf, where)
     weight, deadline_s = (_not_negative(values, name, where) for name in ("weight", "deadline_s"))
@@ -134,7 +130,7 @@ def _number(values: dict[str, str], name: str, least: float, where: str) -> int:
     number = _float(text)  # pandas writes whole numbers as 12.0 where a column has gaps
     if not number.is_integer() or number < least:
         bound = f" from {least}" if math.isfinite(least) else ""
-        raise TraceError(f"{where}: {name} is {text!r}; it must be a whole number{bound}.")
+        raise LoadtestError(f"{where}: {name} is {text!r}; it must be a whole number{bound}.")
     return int(number)
 
 
@@ -142,7 +138,7 @@ def _not_negative(values: dict[str, str], name: str, where: str) -> float:
     text = values.get(name, "")
     number = _float(text or "0")
     if not 0 <= number < math.inf:
-        raise TraceError(f"{where}: {name} is {text!r}; it must be a number from 0, which is the same as none.")
+        raise LoadtestError(f"{where}: {name} is {text!r}; it must be a number from 0, which is the same as none.")
     return number
 
 
@@ -160,7 +156,7 @@ def _seconds(text: str, where: str) -> float:
     except ValueError:
         seconds = _timestamp(text)
     if not math.isfinite(seconds):
-        raise TraceError(
+        raise LoadtestError(
             f"{where}: the arrival is {text!r}; it must be seconds, or a time such as 2023-11-16 18:15:46."
         )
     return seconds

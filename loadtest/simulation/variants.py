@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, NamedTuple, get_type_hints
 
 from engine.core.config import SchedulerConfig
-from loadtest.simulation.replica import SimulationError
+from loadtest.errors import LoadtestError
 
 _WINDOWS = re.compile(r"\d+(\+\d+)*")
 _NOT_SIMULATED = ("stores", "num_host_blocks", "num_speculative_tokens")
@@ -26,7 +26,7 @@ class Variant(NamedTuple):
 
 
 def measured_config(measured: Mapping[str, Any]) -> SchedulerConfig:
-    """Return the settings of the measured engine's scheduler. Raises SimulationError."""
+    """Return the settings of the measured engine's scheduler. Raises LoadtestError."""
     return make_variants(measured, None, [])[0].config
 
 
@@ -35,7 +35,7 @@ def make_variants(
 ) -> list[Variant]:
     """Return every combination of policies and of "field=value[,value...]".
 
-    Raises SimulationError for an unknown field or value, ConfigError for one out of bounds.
+    Raises LoadtestError for an unknown field or value, ConfigError for one out of bounds.
     """
     axes = {"policy": list(policies)} if policies else {}
     for assignment in assignments:
@@ -43,7 +43,7 @@ def make_variants(
         name = name.strip().replace("-", "_")
         if name not in _FIELDS or not equals:
             known = ", ".join(_FIELDS)
-            raise SimulationError(f"--set is {assignment!r}; write it as FIELD=VALUE[,VALUE...], of {known}.")
+            raise LoadtestError(f"--set is {assignment!r}; write it as FIELD=VALUE[,VALUE...], of {known}.")
         axes[name] = [_value(name, value.strip()) for value in values.split(",")]
     base = {
         name: tuple(value) if isinstance(value, list) else value for name, value in measured.items() if name in _FIELDS
@@ -51,7 +51,7 @@ def make_variants(
     missing = [name for name, field in _FIELDS.items() if name not in base and field.default is MISSING]
     for name in missing:
         if name not in axes:
-            raise SimulationError(f"the costs have no {name}; give it as --set {name}=VALUE.")
+            raise LoadtestError(f"the costs have no {name}; give it as --set {name}=VALUE.")
     differing = [name for name, values in axes.items() if len(values) > 1]
     variants = []
     for combination in product(*axes.values()):
@@ -79,11 +79,11 @@ def groups_of(config: SchedulerConfig) -> str:
 
 
 def _config(settings: dict[str, Any]) -> SchedulerConfig:
-    """Return settings as a SchedulerConfig. Raises SimulationError."""
+    """Return settings as a SchedulerConfig. Raises LoadtestError."""
     try:
         return SchedulerConfig(**settings)
     except AssertionError as error:
-        raise SimulationError(f"no engine has such settings{f': {error}' if str(error) else ''}.") from None
+        raise LoadtestError(f"no engine has such settings{f': {error}' if str(error) else ''}.") from None
 
 
 def _value(name: str, text: str) -> Any:
@@ -101,5 +101,5 @@ def _value(name: str, text: str) -> Any:
             except ValueError:
                 continue
     if "str" not in kind:
-        raise SimulationError(f"--set {name} is {text!r}; it must be {getattr(_TYPES[name], '__name__', kind)}.")
+        raise LoadtestError(f"--set {name} is {text!r}; it must be {getattr(_TYPES[name], '__name__', kind)}.")
     return text

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from loadtest.errors import LoadtestError
 from loadtest.tuning.probe import Load, Probe
-from loadtest.tuning.search import doublings, knee, largest
 
 NEARLY = 0.97  # of the best rate; repeated measurements differ by as much
 _SMALLEST_CHUNK = 16
@@ -45,10 +44,6 @@ class BlockFigure(NamedTuple):
     prompt_tokens_per_s: float
 
 
-class TuneError(LoadtestError):
-    """The goal cannot be met on this machine; the message says what to change."""
-
-
 @dataclass(slots=True)
 class Tuned:
     """The chosen settings, and the measurements behind them."""
@@ -69,7 +64,7 @@ def tune(open_probe: OpenProbe, goal: Goal, block_sizes: Sequence[int], largest_
     with open_probe(block_sizes[0]) as probe:
         longest = probe.config.max_model_len
         if goal.context >= longest:
-            raise TuneError(
+            raise LoadtestError(
                 f"--context is {goal.context}, and the longest sequence here has {longest} tokens; lower it."
             )
         chunk = _find_chunk(probe, goal, largest_chunk, report)
@@ -105,7 +100,7 @@ def _find_chunk(probe: Probe, goal: Goal, largest_chunk: int, report: Report) ->
     fitting = largest(lambda n: probe.step_s(Load(0, 0, n)) <= target_s / 2, 1, chunk, grain=min(_CHUNK_GRAIN, chunk))
     if not fitting:
         least = min(_CHUNK_GRAIN, chunk)
-        raise TuneError(
+        raise LoadtestError(
             f"--target-itl-ms is {target_s * 1e3:g}, and half of it is less than the "
             f"{probe.step_s(Load(0, 0, least)) * 1e3:.1f} ms that {least} tokens of a prompt take here; set it higher."
         )
@@ -115,7 +110,7 @@ def _find_chunk(probe: Probe, goal: Goal, largest_chunk: int, report: Report) ->
 def _find_num_seqs(probe: Probe, goal: Goal, chunk: int, report: Report) -> int:
     most = probe.most_sequences(goal.context)
     if most < 1:
-        raise TuneError(
+        raise LoadtestError(
             f"--context is {goal.context}, and the KV pool has no room for two such sequences; "
             "lower it, or raise --kv-cache-memory-bytes."
         )
@@ -133,7 +128,7 @@ def _find_num_seqs(probe: Probe, goal: Goal, chunk: int, report: Report) -> int:
         lambda num_seqs: step_s(num_seqs, chunk) <= target_s, 1, min(most, _SEQS_GRAIN - 1)
     )
     if not num_seqs:
-        raise TuneError(
+        raise LoadtestError(
             f"--target-itl-ms is {target_s * 1e3:g}, and one sequence at a context of {goal.context} tokens beside "
             f"{chunk} tokens of a prompt takes {step_s(1, chunk) * 1e3:.1f} ms here; set it higher."
         )
@@ -187,3 +182,36 @@ def choose_block(figures: Sequence[BlockFigure]) -> int:
         if figure.decode_tokens_per_s >= NEARLY * decode and figure.prompt_tokens_per_s >= NEARLY * prompt
     ]
     return min(good) if good else max(figures, key=lambda figure: figure.decode_tokens_per_s).block_size
+
+
+def largest(is_good: Callable[[int], bool], low: int, high: int, *, grain: int = 1) -> int:
+    """Return the largest good multiple of `grain` from `low` to `high`, or 0.
+
+    All values below a good one must be good. Each value is measured once.
+    """
+    first, last = -(-low // grain), high // grain
+    if first > last or not is_good(first * grain):
+        return 0
+    while first < last:
+        middle = (first + last + 1) // 2
+        if is_good(middle * grain):
+            first = middle
+        else:
+            last = middle - 1
+    return first * grain
+
+
+def knee(rate: Callable[[int], float], sizes: Sequence[int], share: float) -> int:
+    """Return the smallest size whose rate is at least `share` of the best."""
+    rates = [rate(size) for size in sizes]
+    best = max(rates)
+    return next(size for size, found in zip(sizes, rates, strict=True) if found >= share * best)
+
+
+def doublings(low: int, high: int) -> list[int]:
+    """Return low, twice that, and so on, ending with `high`."""
+    sizes = []
+    while low < high:
+        sizes.append(low)
+        low *= 2
+    return [*sizes, high]

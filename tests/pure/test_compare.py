@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from loadtest import compare
-from loadtest.compare import WORKLOADS, CompareError, PeerAsking, Plan, Turn
+from loadtest.compare import WORKLOADS, PeerAsking, Plan, Turn
 from loadtest.comparison import FIGURES, OUTPUT, TTFT, Drive, Results, lead_over_best
+from loadtest.errors import LoadtestError
 from loadtest.peers.table import PEERS, Setup, installed_bytes
 from loadtest.workload import Job
 
@@ -75,13 +76,13 @@ def test_only_servers_that_read_a_format_take_part(options: Any) -> None:
 
 
 def test_a_model_of_ones_own_is_compared_and_not_prepared(options: Any, tmp_path: Path) -> None:
-    with pytest.raises(CompareError, match=r"has no mine/q4_k_m\.gguf; --prepare does not know this model"):
+    with pytest.raises(LoadtestError, match=r"has no mine/q4_k_m\.gguf; --prepare does not know this model"):
         Plan.of(options("--models", "mine", "--precision", "q4_k_m"))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "q4_k_m.gguf").touch()
     plan = Plan.of(options("--models", "mine", "--precision", "q4_k_m", "--ik-llama", "/bin/sh", "--rounds", "1"))
     assert [turn.peer.name for turn in plan.turns()] == ["quire", "ik-llama"]
-    with pytest.raises(CompareError, match="--models is 'mine', and --prepare writes smollm2-135m"):
+    with pytest.raises(LoadtestError, match="--models is 'mine', and --prepare writes smollm2-135m"):
         compare.run(options("--models", "mine", "--prepare"))
 
 
@@ -157,7 +158,7 @@ def test_more_flags_reach_the_server_they_name(options: Any) -> None:
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(options: Any, argv: list[str], sentence: str) -> None:
-    with pytest.raises(CompareError, match=sentence):
+    with pytest.raises(LoadtestError, match=sentence):
         Plan.of(options(*argv))
 
 

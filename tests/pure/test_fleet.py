@@ -13,6 +13,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.types import Request, SamplingParams
 from engine.recording.recording import Entry, Journal, RecordingScheduler
 from loadtest.__main__ import main
+from loadtest.errors import LoadtestError
 from loadtest.fleet.command import Run, show
 from loadtest.fleet.foresee import read_recording
 from loadtest.fleet.load import Load, draw, prefixes_of
@@ -22,7 +23,6 @@ from loadtest.simulation.costs import StepCosts, Table
 from loadtest.simulation.credits import cacheable, names_of
 from loadtest.simulation.fleet_figures import Figures, middle
 from loadtest.simulation.policies import POLICIES
-from loadtest.simulation.replica import SimulationError
 
 MS = 1e-3
 NOTHING = Table((0, 1), (0.0, 0.0))
@@ -163,7 +163,7 @@ def test_a_foreseen_run_has_the_figures_of_a_real_one(capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "vllm round_robin" in printed
     assert "(+0%)" in printed
-    with pytest.raises(SimulationError, match="'manual' is not simulated"):
+    with pytest.raises(LoadtestError, match="'manual' is not simulated"):
         foresee(mixed(1), known, policy="manual", num_daemons=2, num_clients=4)
 
 

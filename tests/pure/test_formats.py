@@ -1,4 +1,4 @@
-"""The figures of `loadtest formats`: rates while all answers run, and the row of a format. No server is started."""
+"""The figures of `tools formats`: rates while all answers run, and the row of a format. No server is started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from loadtest.client import ClientError, Outcome
 from loadtest.comparison import QUIRE
-from loadtest.formats import Row, _cells, _head, decode_rate
+from tools.formats import Row, _cells, _head, decode_rate
 
 
 def answer(first_s: float, gap_s: float, num: int, tokens: int | None = None) -> Outcome:

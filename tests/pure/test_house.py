@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.errors import LoadtestError
 from tools import house
-from tools.house import BEGIN, END, ROOT, HouseError, Row, measure_sources, read_table, update
+from tools.house import BEGIN, END, ROOT, Row, measure_sources, read_table, update
 
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 TOLERANCE = 0.05  # of a figure, or 2
@@ -81,5 +82,5 @@ def test_an_update_replaces_the_table_and_nothing_else(tmp_path: Path) -> None:
     assert path.read_text().startswith(f"before\n{BEGIN}\n| figure |")
     assert path.read_text().endswith(f"| 0 |\n{END}\nafter\n")
     path.write_text("nothing")
-    with pytest.raises(HouseError, match="has no"):
+    with pytest.raises(LoadtestError, match="has no"):
         update(path, [])

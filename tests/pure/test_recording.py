@@ -20,8 +20,8 @@ from engine.core.types import Request
 from engine.recording.recording import Entry, HiddenIds, Journal, RecordingFile, RecordingScheduler, shown_prompt
 from engine.settings.engine_config import RECORD_CONTENTS
 from loadtest.__main__ import main
+from loadtest.errors import LoadtestError
 from loadtest.simulation.recording import Replayed, replay_lines, replay_recording
-from loadtest.simulation.replica import SimulationError
 from tests.patience import PATIENCE_S
 from tests.pure.driver import Driver, config, request
 from tests.pure.golden import GROUPS, History
@@ -152,16 +152,16 @@ def test_a_recording_of_lengths_holds_no_ids_and_no_names() -> None:
     "header", ['{"quire_recording": 2, "version": "0.0.1"}', '{"quire_recording": 3, "version": "9", "scheduler": {}}']
 )
 def test_another_version_is_refused_in_one_sentence(header: str) -> None:
-    with pytest.raises(SimulationError, match="replay it with the version that wrote it") as refused:
+    with pytest.raises(LoadtestError, match="replay it with the version that wrote it") as refused:
         replay_lines([header + "\n"])
     assert "\n" not in str(refused.value)
 
 
 def test_damaged_lines_are_refused_and_a_cut_one_ends_the_replay() -> None:
     lines = one_request()
-    with pytest.raises(SimulationError, match="line 3 of it is not a JSON object"):
+    with pytest.raises(LoadtestError, match="line 3 of it is not a JSON object"):
         replay_lines([*lines[:2], "nonsense\n"])
-    with pytest.raises(SimulationError, match=r"line 3 of it .'commit'. cannot be replayed"):
+    with pytest.raises(LoadtestError, match=r"line 3 of it .'commit'. cannot be replayed"):
         replay_lines([*lines[:2], '{"op": "commit", "at": 0}\n'])
     assert replay_lines([*lines[:-1], lines[-1][:10]]).end == ""
 

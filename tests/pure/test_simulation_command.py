@@ -12,6 +12,7 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from loadtest.__main__ import main
+from loadtest.errors import LoadtestError
 from loadtest.fake_runner import FakeRunner
 from loadtest.simulation.calibrate import fit_front
 from loadtest.simulation.costs import Front, StepCosts, Table
@@ -19,7 +20,6 @@ from loadtest.simulation.fit import fit, non_negative
 from loadtest.simulation.measure import Shape, Times, fill_pool, grid, held_out
 from loadtest.simulation.observe import Observed
 from loadtest.simulation.replay import replay
-from loadtest.simulation.replica import SimulationError
 from loadtest.simulation.trace import TraceRequest
 from loadtest.simulation.variants import make_variants, plain_settings
 
@@ -120,7 +120,7 @@ def test_variants_are_every_combination() -> None:
     ],
 )
 def test_a_wrong_setting_is_told(assignment: str, sentence: str) -> None:
-    with pytest.raises(SimulationError) as caught:
+    with pytest.raises(LoadtestError) as caught:
         make_variants(SETTINGS, None, [assignment])
     assert sentence in str(caught.value)
 

@@ -15,8 +15,9 @@ from engine.core.config import SchedulerConfig
 from engine.core.queues import POLICIES
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
+from loadtest.errors import LoadtestError
 from loadtest.report import percentile
-from loadtest.simulation.costs import DEFAULT_COSTS, CostError, Front, StepCosts, Table
+from loadtest.simulation.costs import DEFAULT_COSTS, Front, StepCosts, Table
 from loadtest.simulation.figures import Targets, summarize
 from loadtest.simulation.fleet import capacity, highest_speed, natural_rate
 from loadtest.simulation.replay import History, replay
@@ -223,9 +224,9 @@ def test_costs_survive_a_file_and_the_default_ones_are_whole(tmp_path: Path) -> 
 def test_a_file_that_holds_no_costs_is_told(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
-    with pytest.raises(CostError, match=r"does not hold costs as `quire calibrate` writes them"):
+    with pytest.raises(LoadtestError, match=r"does not hold costs as `quire calibrate` writes them"):
         StepCosts.load(path)
-    with pytest.raises(CostError, match="cannot be read"):
+    with pytest.raises(LoadtestError, match="cannot be read"):
         StepCosts.load(tmp_path / "none.json")
 
 

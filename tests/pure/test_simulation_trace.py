@@ -8,15 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.simulation.trace import (
-    TraceError,
-    TraceRequest,
-    at_speed,
-    clipped,
-    read_trace,
-    to_request,
-    write_trace,
-)
+from loadtest.errors import LoadtestError
+from loadtest.simulation.trace import TraceRequest, at_speed, clipped, read_trace, to_request, write_trace
 from loadtest.simulation.workloads import WORKLOADS, generate
 
 OURS = """arrival_s,prompt_tokens,output_tokens,max_tokens,prefix_group,prefix_tokens,tenant,priority
@@ -86,16 +79,16 @@ def test_burstgpts_columns(tmp_path: Path) -> None:
 )
 def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
     path = written(tmp_path, text)
-    with pytest.raises(TraceError) as caught:
+    with pytest.raises(LoadtestError) as caught:
         read_trace(path)
     assert sentence.format(path=path) in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="cannot be read: No such file"):
+    with pytest.raises(LoadtestError, match="cannot be read: No such file"):
         read_trace(tmp_path / "none.csv")
     (tmp_path / "trace.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(TraceError, match="not a CSV file of UTF-8"):
+    with pytest.raises(LoadtestError, match="not a CSV file of UTF-8"):
         read_trace(tmp_path / "trace.csv")
 
 

@@ -12,10 +12,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadtest.errors import LoadtestError
 from loadtest.tuning.command import config_file
 from loadtest.tuning.probe import Load, Probe
-from loadtest.tuning.search import doublings, knee, largest
-from loadtest.tuning.tuner import BlockFigure, Goal, OpenProbe, TuneError, choose_block, tune
+from loadtest.tuning.tuner import BlockFigure, Goal, OpenProbe, choose_block, doublings, knee, largest, tune
 
 
 @given(st.integers(0, 300), st.integers(1, 8))
@@ -85,18 +85,18 @@ def test_without_a_target_the_most_tokens_a_second_count() -> None:
 
 @pytest.mark.parametrize("target_s", [0.001, 0.0142])
 def test_a_target_that_cannot_be_met_is_told(target_s: float) -> None:
-    with pytest.raises(TuneError, match=r"--target-itl-ms is .*set it higher"):
+    with pytest.raises(LoadtestError, match=r"--target-itl-ms is .*set it higher"):
         tune(Machine(lambda load, size: _linear(load, size) + 0.01 * load.num_seqs).opener(),
              Goal(512, target_s), [16], 2048, lambda _: None)  # fmt: skip
 
 
 def test_a_pool_without_room_is_told() -> None:
-    with pytest.raises(TuneError, match="--context is 4000"):
+    with pytest.raises(LoadtestError, match="--context is 4000"):
         tune(Machine(_linear, most=0).opener(), Goal(context=4000), [16], 2048, lambda _: None)
 
 
 def test_a_context_beyond_the_model_is_told() -> None:
-    with pytest.raises(TuneError, match="--context is 4096, and the longest sequence here has 4096 tokens"):
+    with pytest.raises(LoadtestError, match="--context is 4096, and the longest sequence here has 4096 tokens"):
         tune(Machine(_linear).opener(), Goal(context=4096), [16], 2048, lambda _: None)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.workload import Job, Length, WorkloadError, arrivals, dataset, synthetic
+from loadtest.errors import LoadtestError
+from loadtest.workload import Job, Length, arrivals, dataset, synthetic
 
 
 def test_a_workload_follows_from_its_seed() -> None:
@@ -41,7 +42,7 @@ def test_lengths_are_read(text: str, length: Length) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "0", "9:1", "-3", "1:2:3", "1.5"])
 def test_a_length_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(WorkloadError, match="length"):
+    with pytest.raises(LoadtestError, match="length"):
         Length.parse(text)
 
 
@@ -76,10 +77,10 @@ def test_a_dataset_gives_its_prompts_and_their_lengths(tmp_path: Path) -> None:
 def test_a_dataset_that_cannot_be_used_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(content)
-    with pytest.raises(WorkloadError, match=sentence):
+    with pytest.raises(LoadtestError, match=sentence):
         dataset(path, 1, output=Length(1, 1), seed=0)
 
 
 def test_a_missing_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="cannot be read"):
+    with pytest.raises(LoadtestError, match="cannot be read"):
         dataset(tmp_path / "none.jsonl", 1, output=Length(1, 1), seed=0)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from loadtest.bench import Level, measure
+from loadtest.bench import Asking, Level, Sweep, first_model
+from loadtest.client import Client, Target
 from loadtest.daemon import daemon
 from loadtest.peers.process import Command, free_port, running
-from loadtest.workload import Length, synthetic
+from loadtest.report import Point
+from loadtest.workload import Job, Length, synthetic
 from tools.gpu.figures import Figure, PartError
 from tools.gpu.models import write_model
 from tools.gpu.task import Task
@@ -51,6 +54,15 @@ def _flags(task: Task, shape_name: str) -> Sequence[str]:
     return [str(folder), "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", length]
 
 
+async def _measure(port: int, warm_up: Sequence[Job], level: Level) -> list[Point]:
+    """Return the point of one level on a local daemon. Raises ClientError."""
+    sweep = Sweep()
+    with closing(Client(Target.local(port))) as client:
+        asking = Asking(await first_model(client))
+        await sweep.run(client, asking, warm_up, [level])
+    return sweep.points
+
+
 def _sweep(task: Task, shape_name: str, label: str, port: int) -> None:
     """Measure level by level; each is written when it is done."""
     prompt, answer, levels = (16, 48, (1, 2)) if task.is_rehearsal else (_PROMPT, _ANSWER, _LEVELS)
@@ -59,7 +71,7 @@ def _sweep(task: Task, shape_name: str, label: str, port: int) -> None:
     for num in levels:
         jobs = synthetic(max(4, (2 if task.is_rehearsal else 3) * num), prompt=words, output=tokens, seed=num)
         warm_up = synthetic(2, prompt=words, output=tokens, seed=-num)
-        (point,) = asyncio.run(measure(port, warm_up, Level(f"concurrency {num}", num, num, jobs)))
+        (point,) = asyncio.run(_measure(port, warm_up, Level(f"concurrency {num}", num, num, jobs)))
         if point.num_failed:
             raise PartError(f"{point.num_failed} requests of {num} concurrent ones failed: {point.errors}")
         points.append(asdict(point))

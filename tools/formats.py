@@ -1,6 +1,6 @@
 """Measures each format of weights on this machine: speed, memory, and time to the first token.
 
-    python -m loadtest formats --models-dir DIR --llama-server FILE
+    python -m tools formats --models-dir DIR --llama-server FILE
 
 A format's file is written if it is missing, and deleted afterwards. Quire and llama-server (for formats that it reads) start one after the other
 from a cached file and stay; then rounds of 1, of 8, ... concurrent requests are sent to them in turns. Ratios are medians
@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -27,10 +27,11 @@ from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.compare import PeerAsking
 from loadtest.comparison import QUIRE, describe_host
 from loadtest.output import markdown, save_json
-from loadtest.peers.process import PeerError, ServerProcess, free_port, read_through, running
+from loadtest.peers.process import PeerError, ServerProcess, free_port, running
 from loadtest.peers.table import DEFAULT_EXECUTABLES, FORMATS, PEERS, Setup, file_of
 from loadtest.shapes import COMPARED
 from loadtest.workload import Job, Length, synthetic
+from tools.loading import read_through
 
 _PEER = "llama-server"
 _PROMPT, _CONTEXT = 16, 512
@@ -123,11 +124,8 @@ async def _drive(port: int, options: argparse.Namespace, level: int, number: int
     """Return the tokens a second that `level` concurrent answers have together."""
     length = Length(_PROMPT, _PROMPT)
     jobs = synthetic(level, prompt=length, output=Length(options.tokens, options.tokens), seed=100 * number + level)
-    client = Client(Target.parse(f"http://127.0.0.1:{port}"))
-    try:
+    with closing(Client(Target.local(port))) as client:
         outcomes = await closed_loop(client, PeerAsking(options.model), jobs, level)
-    finally:
-        client.close()
     if errors := [outcome.error for outcome in outcomes if outcome.error]:
         raise ClientError(f"{level} at once: {errors[0]}")
     return decode_rate(outcomes)
