@@ -60,7 +60,6 @@ class EngineThread(Protocol):
 
     def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> Future[T]:
         """Run a quick task on the engine's thread."""
-        ...
 
 
 class Fail(NamedTuple):

@@ -105,11 +105,9 @@ class Group(Protocol):
 
     def disband(self) -> list[Sequence]:
         """Remove all but the first and return them."""
-        ...
 
     def restart(self, seq_id: int) -> None:
         """Forget all tokens, so that the first can start again from the prompt."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

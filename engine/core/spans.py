@@ -58,15 +58,12 @@ class VectorMaker(Protocol):
 
     def has(self, digest: bytes) -> bool:
         """Return whether an image's vectors are there."""
-        ...
 
     def advance(self, digests: Sequence[bytes], seconds: float) -> None:
         """Work on the vectors of the first of some images, which requests hold, for about so long."""
-        ...
 
     def close(self) -> None:
         """End the work."""
-        ...
 
 
 class Missing:

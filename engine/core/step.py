@@ -220,7 +220,6 @@ class PendingStep(Protocol):
 
     def wait(self) -> StepResult:
         """Block until the step is done. Called once, in launch order."""
-        ...
 
 
 Name = Adapter | GrammarKey | bytes  # bytes: the digest of an image
@@ -231,11 +230,9 @@ class Resources(Protocol):
 
     def find(self, name: Name) -> Any:
         """Return the weights of an adapter, a grammar, or an image."""
-        ...
 
     def has(self, name: Name) -> bool:
         """Return whether a request holds that."""
-        ...
 
 
 class Runner(Protocol):
@@ -243,7 +240,6 @@ class Runner(Protocol):
 
     def begin(self) -> None:
         """Prepare for the first step, on the thread that makes all other calls."""
-        ...
 
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch a step. With overlap the next `run` may be called before this step's `wait`.
@@ -251,23 +247,18 @@ class Runner(Protocol):
         Raises DeviceMemoryError, as `wait` may, if the device has no memory for it: then nothing of it counts, and a
         later plan repeats it. Any other exception ends the engine.
         """
-        ...
 
     def read_blocks(self, blocks: abc.Sequence[int], rows: Any) -> None:
         """Copy whole blocks out, as bytes: rows [blocks, bytes of a block] uint8, a numpy array."""
-        ...
 
     def write_blocks(self, blocks: abc.Sequence[int], rows: Any) -> None:
         """Copy whole blocks in, before the next step reads them."""
-        ...
 
     def use_idle_moment(self) -> bool:
         """Spend a few milliseconds on making later steps faster; False if there is nothing to do."""
-        ...
 
     def close(self) -> None:
         """Release threads and memory."""
-        ...
 
 
 class SequenceSlice(NamedTuple):

@@ -54,19 +54,15 @@ class Transport(Protocol):
 
     def start(self, transfers: Iterable[Transfer]) -> None:
         """Queue transfers, loads first, to begin after the copies of all launched plans."""
-        ...
 
     def finished(self, wait_s: float) -> list[TransferEnd]:
         """Return the transfers that ended; waits up to `wait_s` for the first."""
-        ...
 
     def news(self) -> list[News]:
         """Return what others have changed in the store since the last call."""
-        ...
 
     def close(self) -> None:
         """Finish what is queued, and release everything."""
-        ...
 
 
 class Tiers:

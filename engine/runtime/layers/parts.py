@@ -95,24 +95,19 @@ class RecurrentState(Protocol):
     @property
     def slices(self) -> Sequence[Slice]:
         """Return the step's slices."""
-        ...
 
     @property
     def on_device(self) -> DeviceState:
         """Return the state for kernels of its device."""
-        ...
 
     def read(self, index: int) -> list[Tensor]:
         """Return copies of what a slice reads: [pieces, *shape] for each kind of pieces; zeros at a sequence's beginning."""
-        ...
 
     def write(self, index: int, pieces: Sequence[Tensor], *, brings_up: bool = False) -> None:
         """Write what a slice leaves; with `brings_up` where it has read, as it is after the replays."""
-        ...
 
     def drafts(self, index: int) -> Tensor:
         """Return the memory of a slice's drafts, until its row's next step: [most drafts, width] in the model's type."""
-        ...
 
 
 class LayerAttention(Protocol):
@@ -121,16 +116,13 @@ class LayerAttention(Protocol):
     @property
     def from_projected(self) -> FromProjected | None:
         """Return attention that rotates in the backend; None if the backend cannot."""
-        ...
 
     @property
     def paged_step(self) -> PagedStep | None:
         """Return the pool and step for the native library; None with another backend."""
-        ...
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim], rotated; returns [T, num_heads, head_dim]."""
-        ...
 
 
 class LayerStates(LayerAttention, Protocol):
@@ -138,7 +130,6 @@ class LayerStates(LayerAttention, Protocol):
 
     def recurrent(self, layer: int) -> RecurrentState:
         """Return the state of a layer."""
-        ...
 
 
 class Mixer(Protocol):
@@ -147,17 +138,14 @@ class Mixer(Protocol):
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """Return what it keeps: K and V of each token, or a latent, or a recurrent state."""
-        ...
 
     def __call__(
         self, x: Tensor, angles: Angles | None, attention: LayerStates, adapters: LayerAdapters | None
     ) -> Tensor:
         """Return [T, hidden] of normed x [T, hidden]; `angles` are None in a layer without positions."""
-        ...
 
     def describe(self) -> PartArgs | None:
         """Describe the loaded part to the native library; return None if that cannot compute it."""
-        ...
 
 
 class Attending(Mixer, Protocol):
@@ -167,7 +155,6 @@ class Attending(Mixer, Protocol):
         self, x: Tensor, angles: Angles | None, attention: LayerStates, adapters: LayerAdapters | None
     ) -> object:
         """Store the keys and values of x, and attend; the first half of a call."""
-        ...
 
 
 class FeedForward(Protocol):
@@ -176,20 +163,16 @@ class FeedForward(Protocol):
     @property
     def is_capturable(self) -> bool:
         """Return whether a CUDA graph can hold the loaded part."""
-        ...
 
     @property
     def lacking(self) -> str:
         """Return a matrix without which the native library cannot compute it; "" for none."""
-        ...
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
         """Return [T, hidden] of normed x [T, hidden]."""
-        ...
 
     def describe(self) -> PartArgs | None:
         """Describe the loaded part to the native library; return None if that cannot compute it."""
-        ...
 
 
 class Load(NamedTuple):

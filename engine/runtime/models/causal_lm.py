@@ -43,7 +43,6 @@ class CausalLM(Protocol):
     @property
     def capabilities(self) -> ModelCapabilities:
         """Return what the model can do, once it is loaded."""
-        ...
 
     def forward(
         self,
@@ -61,8 +60,6 @@ class CausalLM(Protocol):
         Each adapter adds to its rows of the T; the bits of all other rows are the same as without. `streams` are
         written by models with the capability `heads`.
         """
-        ...
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
-        ...

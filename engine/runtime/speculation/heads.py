@@ -60,7 +60,6 @@ class Head(Protocol):
 
     def project(self, states: Tensor) -> Tensor:
         """Return [T, hidden] of the target's states [T, hidden], or of its streams [T, number * target's hidden]."""
-        ...
 
     def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> Tensor:
         """Return the states [T, hidden] that the next draft reads.
@@ -68,15 +67,12 @@ class Head(Protocol):
         `ids` [T] are the tokens at positions + 1, `states` [T, hidden] projected ones or a previous result. Its layers
         count from 0.
         """
-        ...
 
     def store(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> None:
         """Store the keys and values of projected states alone; see `forward`."""
-        ...
 
     def logits(self, states: Tensor) -> Tensor:
         """Return float32 logits [R, the target's vocab_size] of states that `forward` returned."""
-        ...
 
 
 class _Kept(NamedTuple):

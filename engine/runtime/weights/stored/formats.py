@@ -44,12 +44,10 @@ class Format(Protocol):
     @staticmethod
     def shapes(part: Part) -> Shapes:
         """Return the endings of their names, and shapes."""
-        ...
 
     @staticmethod
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return codes and scales, or floats, in rows of outputs."""
-        ...
 
 
 def format_of(part: Part) -> type[Format]:
