@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import ConfigError, ParcelError
-from engine.core.kv.contents import DIGEST_BYTES
 from engine.core.kv.groups import Place, PrefixImport, places_at
-from engine.core.kv.prefix_cache import name_block
+from engine.core.kv.prefix_cache import DIGEST_BYTES, name_block
 from engine.core.page_table import Layout
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner

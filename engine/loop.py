@@ -48,6 +48,7 @@ from engine.resources import EngineResources
 from engine.system.calls import on_thread
 
 if TYPE_CHECKING:
+    from engine.outbound.contents import Contents
     from engine.outbound.kv_events import KVEvents
 
 log = logging.getLogger("quire.engine")
@@ -113,10 +114,12 @@ class Engine:
         self._offload = Offload(scheduler, runner, transports, clock) if transports else None
         self._depth = depth
         self._kv_events = kv_events
-        self._contents = scheduler.kv.contents
-        if kv_events is not None and self._contents is not None:
-            self._contents.sink = kv_events.put
-            kv_events.ask_snapshot = partial(self.between_steps, lambda scheduler, _: _send_contents(scheduler))
+        self._contents: Contents | None = None
+        if kv_events is not None:
+            from engine.outbound.contents import Contents
+
+            contents = self._contents = Contents(scheduler.kv, kv_events.put)
+            kv_events.ask_snapshot = partial(self.between_steps, lambda *_: contents.send_snapshot())
         self._overload = OverloadControl(scheduler.config, scheduler.stats, limits)
         self._arbiter = arbiter or Arbiter()
         self.share, self.used_s = share, 0.0
@@ -455,8 +458,3 @@ def _close(part: Offload | KVEvents | VectorMaker | Runner | Control) -> None:
 def _bare(request: Request) -> Request:
     """Return a request without its images, which are held apart until it ends, and no longer."""
     return replace(request, images=()) if request.images else request
-
-
-def _send_contents(scheduler: Scheduler) -> None:
-    if scheduler.kv.contents is not None:
-        scheduler.kv.contents.send_snapshot()

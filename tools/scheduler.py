@@ -64,17 +64,17 @@ class EventTimes:
             max_model_len=length,
             max_num_seqs=num_seqs,
             max_num_batched_tokens=num_seqs + 8 * PROMPT_LEN,
-            kv_events=has_events,
         )
         self._num_seqs, self._num_added, self._now = num_seqs, 0, 0.0
         self._scheduler, self._runner = Scheduler(config), FakeRunner(config, memory=False)
-        self._contents, self._events = self._scheduler.kv.contents, None
-        if self._contents is not None:
+        self._contents, self._events = None, None
+        if has_events:
+            from engine.outbound.contents import Contents
             from engine.outbound.kv_events import KVEvents
             from engine.settings.kv_events_config import KVEventsConfig
 
             self._events = KVEvents(KVEventsConfig(endpoint="tcp://127.0.0.1:*"), config.block_size)
-            self._contents.sink = self._events.put
+            self._contents = Contents(self._scheduler.kv, self._events.put)
             self._events.start()
 
     def run(self, num_steps: int) -> None:

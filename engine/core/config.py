@@ -76,7 +76,6 @@ class SchedulerConfig:
     stores: tuple[StoreSize, ...] = ()  # of cached blocks behind main memory
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
-    kv_events: bool = False  # note what every tier gains and loses, see kv/contents.py
     # Groups of layers beside those with full attention, by the positions that a token attends to: see kv/groups.py.
     windows: tuple[int, ...] = ()
     has_full: bool = True  # some layers keep every position; else the first group has no layers, and takes no blocks
@@ -127,8 +126,8 @@ class SchedulerConfig:
 
     def _check_groups(self) -> None:
         _require(
-            self.has_full or not (self.num_host_blocks or self.kv_events),
-            "Without layers that keep every position nothing is kept below the pool; leave out host memory and events.",
+            self.has_full or not self.num_host_blocks,
+            "Without layers that keep every position nothing is kept below the pool; leave out host memory.",
         )
         for window in self.windows:
             _require(window >= 1, f"A window is {window} tokens; it must be at least 1.")

@@ -25,7 +25,7 @@ import msgspec
 import zmq
 
 from engine.core.errors import ConfigError
-from engine.core.kv.contents import BlockLocation, Change, Changes, Content, Snapshot
+from engine.outbound.contents import BlockLocation, Change, Changes, Content, Snapshot
 from engine.settings.kv_events_config import FLAG, PUBLISHERS, KVEventsConfig
 
 log = logging.getLogger("quire.engine")

@@ -249,7 +249,6 @@ def _build(
     if speculation is not None:
         settings = speculation.start(runner, settings, parts.captures, report)
     kv_events = _open_events(config, settings)
-    settings = replace(settings, kv_events=kv_events is not None)
     depth = (
         0 if speculation else int(device.type == "cuda" if config.async_scheduling is None else config.async_scheduling)
     )

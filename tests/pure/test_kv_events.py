@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from engine.core.errors import ConfigError
-from engine.core.kv.contents import group_of, in_group
-from engine.core.kv.prefix_cache import BlockIndex, chain_next, chain_root
+from engine.core.kv.prefix_cache import BlockIndex, chain_next, chain_root, in_group
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import AbortCause, StepEvents
 from engine.handle import EngineFacts
 from engine.loop import Engine, Outbound
+from engine.outbound.contents import Contents, group_of
 from engine.outbound.kv_events import END, KVEvents, block_hash
 from engine.settings.engine_config import EngineConfig
 from engine.settings.kv_events_config import KVEventsConfig
@@ -125,7 +125,7 @@ class EventsMachine(SchedulerMachine):
     def start(  # type: ignore[override]
         self, depth: int, window: int, max_queue_size: int, buffer_steps: int, **changes: str | int
     ) -> None:
-        sizes: dict = {"max_num_batched_tokens": 20, "max_model_len": 40, "kv_events": True, **changes}
+        sizes: dict = {"max_num_batched_tokens": 20, "max_model_len": 40, **changes}
         sizes["num_disk_blocks"] = sizes["num_disk_blocks"] if sizes["host_caching"] else 0
         if window:
             sizes["windows"] = (window,)
@@ -138,16 +138,13 @@ class EventsMachine(SchedulerMachine):
             self.driver.scheduler.config.block_size,
             has_groups=len(self.driver.scheduler.config.groups) > 1,
         )
-        self.contents = self.driver.scheduler.kv.contents
-        assert self.contents is not None
-        self.contents.sink = self.events.put
+        self.contents = Contents(self.driver.scheduler.kv, self.events.put)
         self.events.ask_snapshot = self.contents.send_snapshot
         self.index = Index()
 
     @invariant()
     def changes_are_passed_on(self) -> None:
         if hasattr(self, "driver"):
-            assert self.contents is not None
             self.contents.flush()
 
     @rule(losses=st.lists(st.booleans(), min_size=1, max_size=4))
@@ -180,7 +177,6 @@ class EventsMachine(SchedulerMachine):
         self.events.turn()
         self.catch_up()
         kv, contents = self.driver.scheduler.kv, self.contents
-        assert contents is not None
         unseen = {name for each in (contents.host, *contents.stores.values()) for name in each._unseen}
         names = {block_hash(name): name for name in kv._cache._block_of}
         expected: dict[tuple[str, int], set[int]] = {("GPU", 0): set(names)}
@@ -272,10 +268,9 @@ TestEventsMachine = EventsMachine.TestCase
 
 
 def test_what_the_queue_has_no_room_for_leaves_a_gap_and_is_healed() -> None:
-    contents = Scheduler(config(kv_events=True)).kv.contents
-    assert contents is not None
     events = QuietEvents(KVEventsConfig(endpoint="inproc://full", topic="top", max_queue_size=1), 4, has_groups=False)
-    contents.sink, events.ask_snapshot = events.put, contents.send_snapshot
+    contents = Contents(Scheduler(config()).kv, events.put)
+    events.ask_snapshot = contents.send_snapshot
     contents.note_request(request(), [b"root"])
     for index in range(3):  # the queue holds one of them
         contents.pool.compute([b"root", *([bytes([index]) * 32] * (index + 1))], range(4 * index + 4), index, 4)
@@ -311,7 +306,7 @@ def connect() -> Iterator[Connect]:
 
 
 def test_a_router_that_starts_late_learns_what_is_cached(connect: Connect) -> None:
-    sizes = config(kv_events=True)
+    sizes = config()
     events = opened(topic="kv@me@m")
     scheduler = Scheduler(sizes)
     engine = Engine(
@@ -437,7 +432,7 @@ def test_the_consumer_of_the_page_follows_the_events() -> None:
     root = Path(__file__).parents[2]
     example = root / "tests/examples/kv_consumer.py"
     assert f"```python\n{example.read_text()}```" in (root / "docs/observe/kv-events.md").read_text()
-    sizes = config(kv_events=True)
+    sizes = config()
     events = opened()
     engine = Engine(
         Scheduler(sizes), FakeRunner(sizes, vocab_size=VOCAB), EngineFacts(VOCAB), outbound=Outbound(kv_events=events)

@@ -301,7 +301,7 @@ class FaultMachine(RuleBasedStateMachine):
     def begin_import(self, prompt: list[int], reserve: int) -> None:
         names = self.kv.first_names(request("i", tuple(prompt)))
         if names[0]:
-            places = places_at(self.kv._config, len(prompt) // SIZE)
+            places = places_at(self.kv.config, len(prompt) // SIZE)
             imported = self.kv.import_places(names, prompt, places, reserve=reserve)
             assert imported is not None
             self.imports.append(imported)

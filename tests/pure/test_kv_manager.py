@@ -303,7 +303,7 @@ class MixedManagerMachine(KVManagerMachine):
         seq = data.draw(st.sampled_from(self.waiting))
         hint, has_none = self.kv.lookup(seq), not self.living
         if self.kv.allocate(seq, reserve=reserve) is None:
-            needed = self.kv._config.max_blocks(len(seq.tokens), 2 + seq.num_slots) + 3 * self.kv._num_groups
+            needed = self.kv.config.max_blocks(len(seq.tokens), 2 + seq.num_slots) + 3 * self.kv._num_groups
             assert not (has_none and self.num_blocks >= needed), "an empty pool had no room"
             assert not seq.kv.held
             return

@@ -33,8 +33,7 @@ from typing import NamedTuple, Protocol
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.block_pool import BlockPool
-from engine.core.kv.contents import DIGEST_BYTES, in_group
-from engine.core.kv.prefix_cache import BlockIndex, Listener, PrefixCache, name_block
+from engine.core.kv.prefix_cache import DIGEST_BYTES, BlockIndex, Listener, PrefixCache, in_group, name_block
 from engine.core.page_table import NO_BLOCK, TO_LOAD, blocks_for
 from engine.core.sequence import Sequence
 
@@ -102,8 +101,7 @@ class Group(BlockIndex):
             self.put(name + suffix, block)
             if name in self._kept:
                 self.pool.pin(block)
-        if self.holdings is not None:
-            self.holdings.compute(chain, tokens, index, self._block_size, self.number)
+        self.holdings.compute(chain, tokens, index, self._block_size, self.number)
         return True
 
     def keep(self, chain: Seq[bytes], index: int, num_tokens: int) -> None:

@@ -119,15 +119,13 @@ class HostTier(BlockIndex):
                 self._lose(host)
             elif digest is not None:
                 arrived.append((digest, host))
-                if self.holdings is not None:
-                    self.holdings.arrive(digest)
+                self.holdings.arrive(digest)
         return arrived
 
     def _put_copy(self, digest: bytes, host: int) -> None:
         """Make a content findable whose copy is due."""
         self.put(digest, host)
-        if self.holdings is not None:
-            self.holdings.expect(digest)
+        self.holdings.expect(digest)
 
     def has_content(self, digest: bytes, host: int) -> bool:
         """Return whether a host block has this content, and its copy is not still due or in flight."""

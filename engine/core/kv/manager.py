@@ -12,13 +12,12 @@ others chunk by chunk; until then they are owed to it, and nothing else gets the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.contents import Contents
 from engine.core.kv.groups import Place, PrefixImport, WindowGroup, last_boundary
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, Unkept, request_names
@@ -62,33 +61,23 @@ class KVCacheManager:
             *self._windows,
             *([] if self._recurrent is None else [self._recurrent]),
         )
-        self._config, self._num_groups = config, config.num_paged_groups
-        self._indexes: tuple[BlockIndex, ...] = (self._cache, *self._others)  # by the number of the group
-        self._pins.targets += self._indexes
+        self.config, self._num_groups = config, config.num_paged_groups
+        self.indexes: tuple[BlockIndex, ...] = (self._cache, *self._others)  # by the number of the group
+        self._pins.targets += self.indexes
         self._cache.dependents = self._others
-        self.contents = self._watch(config) if config.kv_events else None
+        self.note_request: Callable[[Request, list[bytes]], None] | None = None  # for KV events
 
     @property
     def groups(self) -> list[tuple[str, BlockIndex]]:
         """Return the groups of layers, each with the name of its kind in metrics."""
-        groups = [(kind.name, index) for kind, index in zip(self._config.groups, self._indexes, strict=True)]
-        return groups if self._config.has_full else groups[1:]
-
-    def _watch(self, config: SchedulerConfig) -> Contents:
-        """Let the pool and every tier note what they hold."""
-        contents = Contents(config)
-        self.tiers.host.holdings = contents.host
-        for index in self._indexes:
-            index.holdings = contents.pool
-        for name, store in self.tiers.stores.items():
-            store.holdings = contents.stores[name]
-        return contents
+        groups = [(kind.name, index) for kind, index in zip(self.config.groups, self.indexes, strict=True)]
+        return groups if self.config.has_full else groups[1:]
 
     def first_names(self, request: Request) -> list[bytes]:
         """Return how a request's chain of names begins, and remember for KV events what of it they are."""
-        names = request_names(request, self._config)
-        if self.contents is not None and self._caching:
-            self.contents.note_request(request, names)
+        names = request_names(request, self.config)
+        if self.note_request is not None:
+            self.note_request(request, names)
         return names
 
     @property
@@ -111,7 +100,7 @@ class KVCacheManager:
         hits, hosts = self._match(seq) if is_reading else ([], [])
         self._cache.hold(hits)
         ticket = seq.kv.useful_ticket(len(hits) * size)
-        missing = blocks_for(len(tokens), size) - len(hits) if self._config.has_full else 0
+        missing = blocks_for(len(tokens), size) - len(hits) if self.config.has_full else 0
         missing += reserve * self._num_groups
         seq.kv.tables = (hits,)
         num_found = len(hits) + len(hosts)
@@ -132,7 +121,7 @@ class KVCacheManager:
             hosts, num_loaded, others = ticket.blocks[num_hits:], ticket.num_tokens, ticket.other_blocks
         elif others := self._find_others(seq, num_found):
             seq.kv.num_published = min([num_hits, *(group.window_at(num_found).start for group in self._others)])
-        if self._config.has_full:
+        if self.config.has_full:
             pool.found(hits)
         if hosts or others:  # before the pool evicts blocks to host memory, which may evict these
             self.tiers.take(seq, hosts, others)
@@ -207,7 +196,7 @@ class KVCacheManager:
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""
         num_slots, num_blocks, found = len(self._slots), self.pool.num_available, list[Sequence]()
-        needed = self._config.max_blocks(len(seq.tokens), longest_atomic=seq.request.longest_atomic)
+        needed = self.config.max_blocks(len(seq.tokens), longest_atomic=seq.request.longest_atomic)
         needed += num_reserved * self._num_groups + seq.headroom + self.pool.num_owed
         for victim in victims:
             found.append(victim)
@@ -257,7 +246,7 @@ class KVCacheManager:
 
         That is a block of each, or a copy of the last one if others hold it, and a slot for its state.
         """
-        kv, pool, has_full = seq.kv, self.pool, self._config.has_full
+        kv, pool, has_full = seq.kv, self.pool, self.config.has_full
         for windowed in self._windows:
             windowed.slide(seq)
         blocks = kv.tables[0]
@@ -341,7 +330,7 @@ class KVCacheManager:
         chain, blocks = names.copy(), list[int]()
         self._cache.match(chain, tokens, len(tokens))  # it extends the chain
         for place in places:
-            block = self._indexes[place.group].find(place.name(chain))
+            block = self.indexes[place.group].find(place.name(chain))
             if block == NO_BLOCK:
                 break
             blocks.append(block)
@@ -360,7 +349,7 @@ class KVCacheManager:
         for block in hits:
             pool.fork(block)
         lacking = places[len(hits) : num_full]
-        others = [place for place in places[num_full:] if self._indexes[place.group].find(place.name(chain)) < 0]
+        others = [place for place in places[num_full:] if self.indexes[place.group].find(place.name(chain)) < 0]
         num_spare = max(pool.num_spare - reserve * self._num_groups, 0)
         if others and len(lacking) + len(others) > num_spare:
             pool.free(*reversed(hits))
@@ -368,8 +357,6 @@ class KVCacheManager:
         lacking = [*lacking, *others][:num_spare]
         blocks = pool.alloc_many(len(lacking), after=hits[-1] if hits else -1)
         self.tiers.host.overwritten(blocks)
-        if self.contents is not None:
-            self.contents.flush()  # what was in these blocks is gone before they are filled
         imported = PrefixImport(chain, tokens, hits, lacking, blocks)
         self._imports[imported] = None
         return imported

@@ -16,17 +16,19 @@ from typing import Protocol
 
 from engine.core.config import SchedulerConfig
 from engine.core.kv.block_pool import BlockPool
-from engine.core.kv.contents import Holdings
 from engine.core.page_table import NO_BLOCK
 from engine.core.spans import Chain
 from engine.core.types import Request
+
+DIGEST_BYTES = 32  # of a block's name
+_SUFFIX = Struct("<BH")  # of a name: the group, and the part
 
 
 def chain_root(salt: str, adapter: bytes = b"", owner: str = "") -> bytes:
     """Return the digest before a prompt's first block; `adapter` is the digest of an adapter."""
     text = salt.encode("utf-8", "surrogatepass")
     whose = blake2b(owner.encode(), digest_size=16).digest() if owner else b""
-    return blake2b(text, digest_size=32, person=b"quire.prefix", key=adapter, salt=whose).digest()
+    return blake2b(text, digest_size=DIGEST_BYTES, person=b"quire.prefix", key=adapter, salt=whose).digest()
 
 
 def request_names(request: Request, config: SchedulerConfig) -> list[bytes]:
@@ -40,7 +42,7 @@ def request_names(request: Request, config: SchedulerConfig) -> list[bytes]:
 
 def chain_next(parent: bytes, tokens: Sequence[int], part: bytes = b"") -> bytes:
     """Return the digest of a full block that follows `parent`; `part` is of the spans that it covers."""
-    return blake2b(parent + _packer(len(tokens))(*tokens) + part, digest_size=32).digest()
+    return blake2b(parent + _packer(len(tokens))(*tokens) + part, digest_size=DIGEST_BYTES).digest()
 
 
 @cache
@@ -55,6 +57,30 @@ def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size
         part = chain.parts.get(index, b"") if isinstance(chain, Chain) else b""
         chain.append(chain_next(chain[index], tokens[index * block_size : (index + 1) * block_size], part))
     return chain[index + 1]
+
+
+def in_group(name: bytes, group: int, part: int = 0) -> bytes:
+    """Return the name of a block of a group of layers, which may be one of several parts of a content."""
+    return name + _SUFFIX.pack(group, part).rstrip(b"\0")
+
+
+class Holdings:
+    """Hears what an index gains and loses; engine/outbound/contents.py makes KV events of it, this one nothing."""
+
+    def compute(self, chain: Sequence[bytes], tokens: Sequence[int], index: int, size: int, group: int = 0) -> None:
+        """Note that full block `index` of a chain is here, computed, or what a group has for it."""
+
+    def expect(self, name: bytes) -> None:
+        """Note that a content is being copied here."""
+
+    def arrive(self, name: bytes) -> None:
+        """Note that a content is here, copied."""
+
+    def lose(self, name: bytes) -> None:
+        """Note that a content is here no longer, or will not arrive."""
+
+
+_UNHEARD = Holdings()
 
 
 class BlockIndex:
@@ -76,7 +102,7 @@ class BlockIndex:
         self._pins = pins
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
-        self.holdings: Holdings | None = None  # for KV events
+        self.holdings = _UNHEARD
 
     def find(self, name: bytes) -> int:
         """Return the block with this content; -1 if there is none."""
@@ -109,8 +135,7 @@ class BlockIndex:
         if name is not None:
             del self._block_of[name]
             self.pool.forget(block)
-            if self.holdings is not None:
-                self.holdings.lose(name)
+            self.holdings.lose(name)
 
     def pin(self, name: bytes) -> None:
         """Evict this content last, if it is here."""
@@ -133,8 +158,7 @@ class BlockIndex:
         if name is None:
             return  # it is another index's
         del self._block_of[name]
-        if self.holdings is not None:
-            self.holdings.lose(name)
+        self.holdings.lose(name)
 
 
 class Listener(Protocol):
@@ -201,8 +225,7 @@ class PrefixCache(BlockIndex):
                 self.put(name, block)
                 if self._listener is not None:
                     self._listener.appeared(name, block)
-                if self.holdings is not None:
-                    self.holdings.compute(chain, tokens, index, self.block_size)
+                self.holdings.compute(chain, tokens, index, self.block_size)
 
     def _evicted(self, block: int) -> None:
         name = self._name_of.get(block)

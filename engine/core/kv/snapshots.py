@@ -35,9 +35,8 @@ from collections.abc import Sequence as Seq
 
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.contents import DIGEST_BYTES
 from engine.core.kv.groups import Below, Group, fill
-from engine.core.kv.prefix_cache import PrefixCache, name_block
+from engine.core.kv.prefix_cache import DIGEST_BYTES, PrefixCache, name_block
 from engine.core.page_table import TO_LOAD, LeftSlot, StateSlots
 from engine.core.sequence import Sequence
 

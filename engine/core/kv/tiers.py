@@ -303,8 +303,7 @@ class Tiers:
     def _put(index: BlockIndex, name: bytes, block: int) -> None:
         """Make a content findable that has arrived."""
         index.put(name, block)
-        if index.holdings is not None:
-            index.holdings.arrive(name)
+        index.holdings.arrive(name)
 
     @property
     def _may_save(self) -> bool:

@@ -1,4 +1,4 @@
-"""Notes which contents the pool and the tiers behind it gain and lose, for KV events. Engine thread.
+"""Notes which contents the pool and the tiers behind it gain and lose, for KV events (kv_events.py). Engine thread.
 
 A content is noted at a place once its bytes are there: in the pool when the step that computed it is committed, in a
 tier when its copy has ended. Its loss is noted before the block is written again. `flush` passes the changes on.
@@ -14,23 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import chain
-from struct import Struct
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from engine.core.config import SchedulerConfig
+from engine.core.kv.manager import KVCacheManager
+from engine.core.kv.prefix_cache import DIGEST_BYTES, Holdings, in_group
 from engine.core.spans import Chain
 from engine.core.types import Request
 
-T = TypeVar("T")
-
-DIGEST_BYTES = 32  # of a block's name
-_SUFFIX = Struct("<BH")  # of a name: the group, and the part
 MAX_ROOTS = 1 << 16  # chains whose salts, owners and adapters are remembered
-
-
-def in_group(name: bytes, group: int, part: int = 0) -> bytes:
-    """Return the name of a block of a group of layers, which may be one of several parts of a content."""
-    return name + _SUFFIX.pack(group, part).rstrip(b"\0")
 
 
 def group_of(name: bytes) -> int:
@@ -86,38 +77,52 @@ Changes = list[Change | Snapshot]
 class Contents:
     """The contents of every place whose tokens are known."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, kv: KVCacheManager, sink: Callable[[Changes], None]) -> None:
+        """Have a manager, before its first request, report what it gains and loses; `sink` gets what has changed."""
+        config = kv.config
+        assert config.has_full, "names are of blocks of a group that keeps every position"
         self.suffixes = [
             [in_group(b"", group, part) for part in range(kind.num_parts)] for group, kind in enumerate(config.groups)
         ]
-
         windows = 0, *[window if window < config.max_model_len else 0 for window in config.windows]
 
         def places(medium: str) -> list[BlockLocation]:
             found = [BlockLocation(medium, group, window) for group, window in enumerate(windows)]
             return [*found, BlockLocation(medium, len(found), is_state=True)] if config.state_blocks else found
 
-        self.pool, self.host = Holdings(self, places("GPU")), Holdings(self, places("CPU"))
-        self.stores = {store.name: Holdings(self, places("STORAGE")) for store in config.stores}
-        self.sink: Callable[[Changes], None] | None = None  # changes before it is set are in `snapshot` only
+        self.pool, self.host = PlaceContents(self, places("GPU")), PlaceContents(self, places("CPU"))
+        self.stores = {store.name: PlaceContents(self, places("STORAGE")) for store in config.stores}
+        self._sink = sink
         self._tiers = [self.host, *self.stores.values()] if config.num_host_blocks else []
         self._changes: Changes = []
         self._origins: OrderedDict[bytes, Origin] = OrderedDict()
+        kv.note_request, kv.tiers.host.holdings = self.note_request, self.host
+        for index in kv.indexes:
+            index.holdings = self.pool
+        for name, store in kv.tiers.stores.items():
+            store.holdings = self.stores[name]
+            for slot in range(store.pool.num_blocks):
+                if (kept := store.content(slot)) is not None:
+                    store.holdings.arrive(kept)
 
     def note_request(self, request: Request, names: Sequence[bytes]) -> None:
         """Remember the salt, owner and adapter of a request's chain, which begins with `names`."""
         adapter, owner = request.params.adapter, request.cache_owner
         name, number = ("", None) if adapter is None else (adapter.name, int.from_bytes(adapter.digest[:4], "big") >> 1)
-        mark = _digest(owner) if owner else ""
+        # What stands for an owner, whose name is no consumer's business.
+        mark = blake2b(owner.encode(), digest_size=8, person=b"quire.owner").hexdigest() if owner else ""
         extra = (name,) if name else ()
         first_extra = (*extra, *(part for part in (request.cache_salt, mark) if part))
-        _remember(self._origins, names[0], Origin(name, number, extra, first_extra))
+        self._origins[names[0]] = Origin(name, number, extra, first_extra)
+        self._origins.move_to_end(names[0])
+        if len(self._origins) > MAX_ROOTS:
+            self._origins.popitem(last=False)
 
     def flush(self) -> None:
         """Pass on what has changed."""
-        if self._changes and self.sink is not None:
+        if self._changes:
             changes, self._changes = self._changes, []
-            self.sink(changes)
+            self._sink(changes)
 
     def send_snapshot(self) -> None:
         """Pass on all that is known, in place of what was noted since the last flush."""
@@ -157,9 +162,9 @@ class Contents:
         for tier in self._tiers:
             tier.seen(content)
 
-    def changed(self, holdings: Holdings, name: bytes, content: Content, *, is_gain: bool) -> None:
+    def changed(self, holdings: PlaceContents, name: bytes, content: Content, *, is_gain: bool) -> None:
         """Note a change of a content whose other parts are here; consumers know one medium STORAGE for all stores."""
-        if self.sink is None or not holdings.has(name, but=name):
+        if not holdings.has(name, but=name):
             return
         place = holdings.place_of(name)
         if place.medium == "STORAGE":
@@ -169,10 +174,8 @@ class Contents:
         self._changes.append(Change(place, content, is_gain))
 
 
-class Holdings:
+class PlaceContents(Holdings):
     """The contents of the pool, or of a tier, in all groups. Consumers know a content of several blocks once all are here."""
-
-    __slots__ = ("_all", "_coming", "_unseen", "known", "places")
 
     def __init__(self, contents: Contents, places: Sequence[BlockLocation]) -> None:
         self._all, self.places = contents, places
@@ -191,7 +194,6 @@ class Holdings:
         return all(each == but or each in self.known for each in names)
 
     def compute(self, chain: Sequence[bytes], tokens: Sequence[int], index: int, size: int, group: int = 0) -> None:
-        """Note that full block `index` of a chain is here, computed, or what a group has for it."""
         content = self._all.describe(chain, tokens, index, size)
         if content is not None:
             for suffix in self._all.suffixes[group]:
@@ -199,11 +201,9 @@ class Holdings:
             self._all.seen(content)
 
     def expect(self, name: bytes) -> None:
-        """Note that a content is being copied here."""
         self._coming[name] = self._all.find(name)
 
     def arrive(self, name: bytes) -> None:
-        """Note that a content is here, copied."""
         content = self._coming.pop(name, None) or self._all.find(name)
         if name in self.known:
             return
@@ -223,7 +223,6 @@ class Holdings:
                 self._coming[name] = content
 
     def lose(self, name: bytes) -> None:
-        """Note that a content is here no longer, or will not arrive."""
         content = self.known.pop(name, None)
         if content is not None:
             self._all.changed(self, name, content, is_gain=False)
@@ -234,15 +233,3 @@ class Holdings:
     def _gain(self, name: bytes, content: Content) -> None:
         self.known[name] = content
         self._all.changed(self, name, content, is_gain=True)
-
-
-def _digest(owner: str) -> str:
-    """Return what stands for an owner, whose name is no consumer's business."""
-    return blake2b(owner.encode(), digest_size=8, person=b"quire.owner").hexdigest()
-
-
-def _remember(known: OrderedDict[bytes, T], name: bytes, value: T) -> None:
-    known[name] = value
-    known.move_to_end(name)
-    while len(known) > MAX_ROOTS:
-        known.popitem(last=False)
