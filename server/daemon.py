@@ -114,19 +114,20 @@ class Daemon(uvicorn.Server):
         """Start the application and listen."""
         await super().startup(sockets)
         if self.started and not self._models.is_draining:
-            self._tasks.append(asyncio.get_running_loop().create_task(self._finish_start()))
+            self._tasks.append(self._loop.create_task(self._models.finish_start()))
+            self._tasks[-1].add_done_callback(self._finish_start)
 
-    async def _finish_start(self) -> None:
+    def _finish_start(self, loading: asyncio.Task[None]) -> None:
         """Be ready once the models of the start are loaded, or exit with the error of a load."""
-        try:
-            await self._models.finish_start()
-        except Exception as error:  # any: the start has failed
+        if loading.cancelled():
+            return
+        if (error := loading.exception()) is not None:
             self._fail(error)
             return
         self._on_ready()
         if self._batches is not None:
             self._batches.worker.wake()
-        await self._warm_up()
+        self._tasks.append(self._loop.create_task(self._warm_up()))
 
     def _fail(self, failure: BaseException) -> None:
         """Exit, because the start has failed."""
