@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gguf import GGMLQuantizationType
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.files.gguf_header import TensorInfo, read_beginning, read_parts
+from engine.files.gguf_kinds import Kind
 from engine.files.hf_config import HFConfig
 from engine.files.quant_config import read_quantization
 from engine.runtime.kv_layout import RecurrentSpec, StateSpec, attends
@@ -236,7 +236,7 @@ def _fitted(
     model = Decoder(own, served_len=_SERVED, dtype=dtype, device=device, scheme=Scheme())
     weights, kind, is_plain = Counter[tuple[str, str]](), _KINDS[dtype], tensors is None
     if tensors is not None:
-        shapes = {each.name: (each.shape, GGMLQuantizationType(each.kind).name) for each in tensors}
+        shapes = {each.name: (each.shape, Kind(each.kind).name) for each in tensors}
     else:
         quantization = None if folder is None else read_quantization(hf, folder)
         if quantization is not None:

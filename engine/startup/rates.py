@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.core.errors import ConfigError
 from engine.core.types import ReportProgress
+from engine.files.gguf_kinds import Kind
 from engine.runtime.execution.device import load_kernels
 from engine.runtime.native.library import WeightFormat, native
 from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, format_for
@@ -29,9 +29,7 @@ from engine.system.regular_file import read_json
 from engine.system.version import VERSION
 
 AT = (1, 2, 4, 8, 16, 32, 128)  # rows of a product
-BYTES: Mapping[str, float] = {kind.name: size / block for kind, (block, size) in GGML_QUANT_SIZES.items()} | {
-    "INT8": 1.0
-}  # of a weight
+BYTES: Mapping[str, float] = {kind.name: kind.num_bytes / kind.block for kind in Kind} | {"INT8": 1.0}  # of a weight
 _SHAPE = 16_384, 2048
 _LEAST_BYTES = 96 << 20  # three times the last cache of the machines it was tried on
 _NUM_PASSES = 7
@@ -76,9 +74,8 @@ def _measure(kind: str) -> tuple[float, ...]:
         )
     library.use_threads(min(library.num_threads, usable_cpus()))
     torch.set_num_threads(1)  # which would spin beside the library's
-    number = GGMLQuantizationType["F32" if kind == "INT8" else kind]
-    block, size = GGML_QUANT_SIZES[number]
-    dtype = torch.float32 if number == GGMLQuantizationType.F32 else torch.bfloat16
+    number = Kind["F32" if kind == "INT8" else kind]
+    dtype = torch.float32 if number is Kind.F32 else torch.bfloat16
     chosen = (
         WeightFormat.INT8
         if kind == "INT8"
@@ -86,7 +83,7 @@ def _measure(kind: str) -> tuple[float, ...]:
         if kind in ("F32", "BF16")
         else format_for([number])
     )
-    rows = StoredRows(number, np.zeros((_SHAPE[0], _SHAPE[1] // block * size), np.uint8))
+    rows = StoredRows(number, np.zeros((_SHAPE[0], _SHAPE[1] // number.block * number.num_bytes), np.uint8))
     num = max(2, math.ceil(_LEAST_BYTES / (math.prod(_SHAPE) * BYTES[kind])))
     matrices = [NativeLinear(library, chosen, [rows], _SHAPE[1], dtype) for _ in range(num)]
     return tuple(_time(matrices[: num if at <= _FEW_ROWS else 1], torch.ones(at, _SHAPE[1], dtype=dtype)) for at in AT)

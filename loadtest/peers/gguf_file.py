@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFWriter
-from gguf import GGMLQuantizationType as Kind
-from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
+from engine.files.gguf_kinds import Kind
 from loadtest.errors import LoadtestError
 from loadtest.shapes import Shape
 
@@ -24,7 +23,7 @@ class _Block(NamedTuple):
     """Where random bytes need a value; `std` is that of the numbers of a block with scale 1."""
 
     std: float
-    scale: int  # the offset of a float16
+    scale: int  # the offset of a float16, from the end if it is negative
     low: float = 0.0  # the float16 after it, in scales
     constant: slice = slice(0)  # bytes of scales within the block
     byte: int = 0xAA  # all six-bit scales are 42, four-bit ones 10
@@ -44,7 +43,17 @@ _BLOCKS = {
     Kind.IQ4_XS: _Block(710, 0, 0, slice(2, 8)),
     Kind.IQ3_XXS: _Block(120, 0),
     Kind.IQ3_S: _Block(140, 0),
+    Kind.IQ2_XXS: _Block(53, 0),
+    Kind.IQ2_XS: _Block(56, 0),
+    Kind.IQ2_S: _Block(56, 0),
+    Kind.IQ1_S: _Block(7.2, 0),
+    Kind.IQ1_M: _Block(7.2, -7),
+    Kind.TQ1_0: _Block(0.82, -2),
+    Kind.TQ2_0: _Block(0.71, -2),
+    Kind.Q1_0: _Block(1, 0),
+    Kind.Q2_0: _Block(0.71, 0),
 }
+_BYTES = {Kind.MXFP4: (slice(1), 120), Kind.NVFP4: (slice(4), 4)}  # scales of a byte, each 2 to the 7th less than 1
 _EXACT = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0)
 _QUANTISED = (*_EXACT, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4)  # by `gguf`
 _MANY = 1e8  # weights; quantising more takes minutes
@@ -70,12 +79,11 @@ def write_gguf(source: Source, tokenizer: dict[str, Any], path: Path, name: str)
     kinds = {tensor: _kind(source, tensor, name) for tensor in source.shapes}
     for tensor, kind in kinds.items():
         *rows, columns = source.shapes[tensor]
-        values, size = GGML_QUANT_SIZES[kind]
-        if columns % values:
+        if columns % kind.block:
             raise LoadtestError(
-                f"{kind.name} has blocks of {values}; {tensor} of {source.shape.name} is {columns} wide."
+                f"{kind.name} has blocks of {kind.block}; {tensor} of {source.shape.name} is {columns} wide."
             )
-        nbytes = int(np.prod(rows)) * columns // values * size
+        nbytes = int(np.prod(rows)) * columns // kind.block * kind.num_bytes
         writer.add_tensor_info(tensor, source.shapes[tensor], np.dtype(np.float32), nbytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -99,16 +107,23 @@ def _quantized(values: NDArray[np.float32], kind: Kind) -> NDArray[Any]:
 
 def random_blocks(name: str, shape: tuple[int, ...], kind: Kind, std: float) -> NDArray[np.uint8]:
     """Return blocks of random numbers around zero, seeded by the tensor's name."""
-    values, size = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(list(name.encode()))
-    blocks = rng.integers(0, 256, (int(np.prod(shape)) // values, size), np.uint8)
-    if kind is Kind.MXFP4:
-        blocks[:, 0] = 120  # 2 to the 7th less than 1
+    blocks = rng.integers(0, 256, (int(np.prod(shape)) // kind.block, kind.num_bytes), np.uint8)
+    if kind in (Kind.TQ2_0, Kind.Q2_0):  # 0 instead of 2, which is not around zero
+        blocks &= ~((blocks & blocks >> 1 & 0x55) << 1)
+    if kind in _BYTES:
+        place, byte = _BYTES[kind]
+        blocks[:, place] = byte
+        return blocks.reshape(*shape[:-1], -1)
+    field = _BLOCKS[kind]
+    numbers = (std / field.std, std / field.std * field.low)[: 2 if field.low else 1]
+    scales = np.array(numbers, np.float16).view(np.uint8)
+    blocks[:, field.constant] = field.byte
+    if kind is Kind.IQ1_M:  # in the high halves of four bytes
+        halves = [byte << 4 & 240 for two in scales for byte in (two, two >> 4)]
+        blocks[:, field.scale :: 2] = blocks[:, field.scale :: 2] & 15 | halves
     else:
-        field = _BLOCKS[kind]
-        scales = np.array([std / field.std, std / field.std * field.low], np.float16)
-        blocks[:, field.constant] = field.byte
-        blocks[:, field.scale : field.scale + (4 if field.low else 2)] = scales[: 2 if field.low else 1].view(np.uint8)
+        blocks[:, (at := field.scale % kind.num_bytes) : at + len(scales)] = scales
     return blocks.reshape(*shape[:-1], -1)
 
 

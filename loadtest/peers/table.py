@@ -29,6 +29,7 @@ _FILES = {
 GGUF_FORMATS = (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4",
     "q2_k", "q3_k", "q4_k", "q4_k_m", "q5_k", "q5_k_m", "q6_k", "iq4_xs", "iq3_xxs", "iq3_s",
+    "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m", "tq1_0", "tq2_0", "nvfp4", "q1_0", "q2_0",
 )  # fmt: skip
 PACKED_FORMATS = (
     "w4a16", "w8a16", "w8a8", "awq", "gptq", "fp8-tensor", "fp8-channel", "fp8-block", "mxfp4-packed", "nf4",

@@ -17,6 +17,7 @@ from pkgutil import resolve_name
 import transformers
 
 from engine.files.formats import FORMATS
+from engine.files.gguf_kinds import Kind
 from engine.files.mmproj import PROJECTORS
 from engine.files.quant_config import READERS
 from engine.runtime.models.config_file import BOTH_WAYS, TOWERS
@@ -24,7 +25,6 @@ from engine.runtime.models.encoder_families import ENCODERS
 from engine.runtime.models.families import FAMILIES, family_of
 from engine.runtime.native.ops import is_served_quantised
 from engine.runtime.schemes import SCHEMES
-from engine.runtime.weights.gguf import KINDS
 from engine.runtime.weights.gguf_config import ARCHITECTURES
 from tests.cpu import (
     test_encoders,
@@ -104,7 +104,8 @@ _GGUF = """
 Architectures that are read: {architectures}.
 
 *As stored* means that the rows are multiplied in the type's own bits; *dequantised* that they become the model's dtype
-while they are loaded, as all types do with `--quantization none`.
+while they are loaded, as all types do with `--quantization none`. The `gguf` package has no Q1_0 and Q2_0: their rule is
+ggml's.
 
 | type | on a CPU | on CUDA | dequantised as `gguf` does | multiplied as stored |
 |---|---|---|---|---|"""
@@ -213,7 +214,7 @@ def _adapted() -> list[str]:
 
 
 def _types() -> Iterator[Sequence[str]]:
-    for kind in KINDS:
+    for kind in Kind:
         is_float = kind.name in ("F32", "F16", "BF16")
         on_cpu = "as the model's dtype" if is_float else "as stored" if is_served_quantised([kind]) else "dequantised"
         yield (

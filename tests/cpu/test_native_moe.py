@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from gguf import GGMLQuantizationType as Kind
-from test_quant import dequantised, random_rows
 from torch import Tensor
 
+from engine.files.gguf_kinds import Kind
 from engine.runtime.native.decoder import Mixture
 from engine.runtime.native.library import Library, LinearArgs, RouterArgs
 from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.rows import StoredRows
+from tests.cpu.gguf_rows import floats_of, random_rows
 from tests.cpu.native_linears import int8, packed, quantised
 
 HIDDEN, WIDTH, SHARED_WIDTH, NUM_EXPERTS, NUM_CHOSEN = 256, 256, 512, 8, 3
@@ -34,7 +34,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     },
     "glm4": {"scoring": SIGMOID},
 }  # fmt: skip
-KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q5_1, Kind.Q4_K, Kind.Q6_K]
+KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q5_1, Kind.Q4_K, Kind.Q6_K, Kind.IQ2_XS, Kind.IQ1_S]
 FORMATS = ["float32", "bfloat16", "int8", *(kind.name for kind in KINDS)]
 ERRORS = {"float32": 5e-6, "bfloat16": 4e-3}  # of quantised formats: QUANTISED, where a byte may round the other way
 QUANTISED = 3e-3
@@ -75,7 +75,7 @@ def make(library: Library, shape: tuple[int, int], name: str, *, activation: int
     rows = random_rows(shape[0], shape[1], kind, scale=2**-9)
     rows = rows[torch.randperm(shape[0]).numpy()]  # each matrix of the test is another one
     stored = quantised(library, [StoredRows(int(kind), rows)], shape[1], dtype, bias, activation)
-    return Weight(stored, dequantised(rows, kind), wide, is_quantised=True)
+    return Weight(stored, floats_of(rows, kind).double(), wide, is_quantised=True)
 
 
 def clamped(gate: Tensor, up: Tensor) -> Tensor:

@@ -10,21 +10,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from engine.core.errors import ConfigError
+from engine.files.gguf_kinds import Kind
 from engine.runtime.models import load as load_module
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, Library, WeightFormat, native
 from engine.runtime.native.ops import dequantise, is_served_quantised
 from engine.runtime.native.rows import StoredRows
 from engine.settings.engine_config import EngineConfig
+from tests.cpu.gguf_rows import floats_of, put_scales, random_rows, scale_places
 from tests.cpu.native_linears import int8, quantised
 from tests.cpu.test_models_families import Case, load, logits_of, save_tiny
 from tests.cpu.test_weights_gguf import ARCHITECTURES, convert, tiny, write
@@ -44,36 +44,25 @@ FORMATS = {  # the row format of each type, and its bytes for 32 weights
     Kind.IQ4_XS: (WeightFormat.IQ4, 18),
     Kind.IQ3_XXS: (WeightFormat.IQ3_XXS, 18),
     Kind.IQ3_S: (WeightFormat.IQ3_S, 18),
+    Kind.IQ2_XXS: (WeightFormat.IQ2, 14.25),
+    Kind.IQ2_XS: (WeightFormat.IQ2, 14.25),
+    Kind.IQ2_S: (WeightFormat.IQ2, 14.25),
+    Kind.IQ1_S: (WeightFormat.IQ1_S, 10.5),
+    Kind.IQ1_M: (WeightFormat.IQ1_M, 14.25),
+    Kind.TQ1_0: (WeightFormat.Q2, 10),
+    Kind.TQ2_0: (WeightFormat.Q2, 10),
     Kind.MXFP4: (WeightFormat.MXFP4, 17),
+    Kind.NVFP4: (WeightFormat.NVFP4, 20),
+    Kind.Q1_0: (WeightFormat.Q1, 6),
+    Kind.Q2_0: (WeightFormat.Q2, 10),
 }
 KINDS = list(FORMATS)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.01}
 IDS = torch.arange(3, 33)
 
 
-def scale_places(kind: Kind) -> list[int]:
-    """Where a block of a type has float16 scales."""
-    _, size = gguf.GGML_QUANT_SIZES[kind]
-    one = [Kind.Q4_0, Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_XXS, Kind.IQ3_S]
-    ends = {Kind.Q6_K: [size - 2], Kind.Q3_K: [size - 2], Kind.Q2_K: [size - 4, size - 2], Kind.MXFP4: []}
-    return (ends | {key: [0] for key in one}).get(kind, [0, 2])
-
-
-def random_rows(num_rows: int, num_inputs: int, kind: Kind, *, scale: float = 2**-7) -> np.ndarray:
-    """Random blocks of a type, their scales `scale` times a power of two or, where a block has more, small integers."""
-    generator = np.random.default_rng(int(kind))
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    rows = generator.integers(0, 256, (num_rows, num_inputs // block, size), np.uint8)
-    for place in scale_places(kind):
-        powers = np.float16(scale) * 2.0 ** generator.integers(-2, 3, rows.shape[:2])
-        rows[..., place : place + 2] = powers.astype(np.float16)[..., None].view(np.uint8)
-    if kind is Kind.MXFP4:
-        rows[..., 0] = generator.integers(117, 122, rows.shape[:2])
-    return rows.reshape(num_rows, -1)
-
-
 def dequantised(rows: np.ndarray, kind: Kind) -> Tensor:
-    return torch.from_numpy(gguf.quants.dequantize(rows, kind)).double()
+    return floats_of(rows, kind).double()
 
 
 def exact_bytes(num_rows: int, num_inputs: int) -> Tensor:
@@ -203,17 +192,41 @@ def test_dequantising_is_ggufs_to_the_bit(kind: Kind, dtype: torch.dtype) -> Non
         pytest.skip("no native library and no C compiler")
     generator = np.random.default_rng(7)
     rows = random_rows(41, 1024, kind)
-    blocks = rows.reshape(41, -1, gguf.GGML_QUANT_SIZES[kind][1])
+    blocks = rows.reshape(41, -1, kind.num_bytes)
     for place in scale_places(kind):
         scales = generator.standard_normal(blocks.shape[:2]) * 10.0 ** generator.integers(-8, 3, blocks.shape[:2])
-        blocks[..., place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+        put_scales(blocks, kind, place, scales)
     if kind is Kind.MXFP4:
         blocks[..., 0] = generator.integers(0, 251, blocks.shape[:2])  # gguf overflows above
     found = torch.full((41, 1024), torch.nan, dtype=dtype)
     dequantise(library, StoredRows(int(kind), rows), found)
-    expected = torch.from_numpy(gguf.quants.dequantize(rows, kind)).to(dtype)
+    expected = floats_of(rows, kind).to(dtype)
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     assert torch.equal(found.view(bits), expected.view(bits))
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "sixteenths"),
+    [
+        (
+            Kind.Q1_0,
+            "00acb8abeeab14cef599cc05",
+            "33311131113131313111311111313131331313333111331113131111133113313311331113133333",
+        ),
+        (
+            Kind.Q2_0,
+            "00acec83760457a17c472a49ed10c2fa0a67",
+            "3010033112023233022223113002023211132132201033231330110011330212",
+        ),
+    ],
+)
+def test_types_that_gguf_lacks_are_ggmls(kind: Kind, block: str, sixteenths: str) -> None:
+    """What ggml's library (0.25.3) makes of a block, plus two: its scale is -1 / 16."""
+    rows = np.zeros((1, kind.num_bytes), np.uint8)
+    found = bytes.fromhex(block)
+    rows[0, : len(found)] = np.frombuffer(found, np.uint8)
+    values = floats_of(rows, kind)[0, : len(sixteenths)] * 16 + 2
+    assert "".join(str(round(value)) for value in values.tolist()) == sixteenths
 
 
 def quantise(tensors: dict[str, tuple[np.ndarray, Kind]], **kinds: Kind) -> dict[str, tuple[np.ndarray, Kind]]:
@@ -251,6 +264,27 @@ def test_a_file_is_served_as_it_is(is_tied: bool, tmp_path: Path) -> None:
     int8 = load(path, quantization="int8")
     assert set(formats_of(int8)) == {WeightFormat.INT8}
     assert (logits_of(int8, IDS, [30]) - expected).norm() < 0.05 * expected.norm()
+
+
+# The types of a file, by roles where they differ, as llama-quantize chooses them for IQ2_XS.
+MIXED = {"attn_v": Kind.Q4_K, "attn_output": Kind.IQ3_S, "ffn_down": Kind.Q2_K, "token_embd": Kind.Q5_K}
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS[KINDS.index(Kind.IQ2_XXS) :], None], ids=lambda kind: kind.name if kind else "mixed"
+)
+def test_a_file_of_each_type_is_served(kind: Kind | None, tmp_path: Path) -> None:
+    loaded = native()
+    if loaded is None or loaded.isa is Isa.PORTABLE:
+        pytest.skip("no native library, or none that is faster with bytes")
+    theirs, tensors = tiny(tmp_path / "hf", hidden_size=256, intermediate_size=256, head_dim=64)
+    roles = {name.split(".")[-2]: kind or Kind.IQ2_XS for name in tensors} | ({} if kind else MIXED)
+    path = write(tmp_path / "model.gguf", "llama", theirs.config, quantise(tensors, **roles))
+    expected = logits_of(load(path, quantization="none"), IDS, [30])
+    model = load(path, dtype="auto")
+    if kind:
+        assert set(formats_of(model)) == {FORMATS[kind][0]}
+    assert (logits_of(model, IDS, [30]) - expected).norm() < 0.08 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q4_0])

@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
-from gguf.quants import dequantize
 
 from engine.core.errors import ModelLoadError
+from engine.files.gguf_kinds import Kind
 from engine.runtime.native.library import Library, WeightFormat, native
 from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear
 from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
+from tests.cpu.gguf_rows import floats_of, random_rows
 from tests.cpu.native_linears import int8, quantised
-from tests.cpu.test_quant import random_rows
 
 NUM_ROWS, NUM_INPUTS, SKIPPED = 80, 256, 64  # the last tile of 32 rows is not full
 
@@ -36,8 +35,12 @@ def in_file(rows: np.ndarray, kind: Kind, path: Path, head_rows: int = 0) -> Sto
 
 @pytest.mark.parametrize("head_rows", [0, 16])
 @pytest.mark.parametrize(
-    "kind", [Kind.Q4_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q2_K, Kind.IQ4_XS, Kind.MXFP4]
-)
+    "kind",
+    [
+        Kind.Q4_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q2_K, Kind.IQ4_XS, Kind.MXFP4, Kind.NVFP4,
+        Kind.IQ2_S, Kind.IQ1_S, Kind.IQ1_M, Kind.TQ1_0, Kind.Q1_0,
+    ],
+)  # fmt: skip
 def test_quantised_rows(library: Library, kind: Kind, head_rows: int, tmp_path: Path) -> None:
     rows = random_rows(NUM_ROWS, NUM_INPUTS, kind)
     stored = in_file(rows, kind, tmp_path / "rows", head_rows)
@@ -45,7 +48,7 @@ def test_quantised_rows(library: Library, kind: Kind, head_rows: int, tmp_path: 
     found = quantised(library, [stored], NUM_INPUTS, torch.float32, None).rows(ids)
     ordered = StoredRows(int(kind), in_halves(rows, head_rows))
     assert torch.equal(found, quantised(library, [ordered], NUM_INPUTS, torch.float32, None).rows(ids))
-    expected = torch.from_numpy(dequantize(ordered.rows, kind))[ids]
+    expected = floats_of(ordered.rows, kind)[ids]
     torch.testing.assert_close(found, expected, rtol=2**-9, atol=float(expected.abs().amax()) * 2**-9)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,22 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
 
 import engine.runtime.native.library as library_module
 import engine.runtime.weights.gguf as gguf_module
 from engine.core.errors import ModelLoadError
+from engine.files.gguf_kinds import Kind
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.gguf import GGUFCheckpoint
 from engine.runtime.weights.gguf_config import hf_config
 from engine.sources.model_source import find_model
+from tests.cpu.gguf_rows import floats_of, quantised
 from tests.cpu.test_models_families import CASES, QWEN3_5, Case, load, logits_of, rope, save_tiny
 
 KINDS = [
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-    "IQ4_XS", "IQ3_XXS", "IQ3_S", "MXFP4",
+    "IQ4_XS", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
+    "Q1_0", "Q2_0",
 ]  # fmt: skip
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -542,7 +545,7 @@ def write(
         add = kinds[type(value)]
         add(f"{arch}.{key}", value)
     for name, (values, kind) in tensors.items():
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, quantised(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -707,20 +710,6 @@ def tiny(folder: Path, **settings: Any) -> tuple[torch.nn.Module, dict[str, tupl
     return theirs, convert(theirs, "llama", {})
 
 
-def quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
-    """Rows of `values` in the layout of `kind`; gguf cannot write K and IQ types, so those get random bytes."""
-    try:
-        return gguf.quants.quantize(values, kind)
-    except NotImplementedError:
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        rows = np.random.default_rng(0).integers(0, 256, (values.shape[0], values.shape[1] // block, size), np.uint8)
-        scales = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-        ends = {Kind.Q6_K: [size - 2], Kind.Q3_K: [size - 2], Kind.Q2_K: [size - 4, size - 2]}
-        for place in ends.get(kind, [0, 2] if "K" in kind.name else [0]):
-            rows[..., place : place + 2] = scales
-        return rows.reshape(values.shape[0], -1)
-
-
 @pytest.mark.parametrize("has_library", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_quantisation(name: str, has_library: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -753,7 +742,7 @@ def test_quantisation(name: str, has_library: bool, tmp_path: Path, monkeypatch:
     stored.copy_to(chunked)
     assert torch.equal(chunked, found)
     assert (stored.name, stored.shape) == ("model.embed_tokens.weight", (128, 256))
-    np.testing.assert_array_equal(found.numpy(), gguf.quants.dequantize(rows, kind))
+    np.testing.assert_array_equal(found.numpy(), floats_of(rows, kind).numpy())
     if name.startswith(("F", "B")) or name == "Q8_0":
         np.testing.assert_allclose(found.numpy(), values, atol=0.03)
 
@@ -863,9 +852,15 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
 
 def test_an_unread_quantisation_is_named(tmp_path: Path) -> None:
     theirs, tensors = tiny(tmp_path / "hf", hidden_size=256)
-    tensors["blk.0.attn_output.weight"] = (tensors["blk.0.attn_output.weight"][0], Kind.TQ1_0)
-    with pytest.raises(ModelLoadError, match=r"'blk\.0.attn_output\.weight' is stored as TQ1_0; Quire reads F32"):
-        GGUFCheckpoint(write(tmp_path / "model.gguf", "llama", theirs.config, tensors))
+    path = write(tmp_path / "model.gguf", "llama", theirs.config, tensors)
+    whole, name = path.read_bytes(), b"blk.0.attn_output.weight"
+    at = whole.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions, and these
+    for kind, reason in ((31, "ggml has removed"), (77, "is unknown")):
+        path.write_bytes(whole[:at] + struct.pack("<I", kind) + whole[at + 4 :])
+        with pytest.raises(
+            ModelLoadError, match=f"'{name.decode()}' is stored as type {kind}, which {reason}; Quire reads F32"
+        ):
+            GGUFCheckpoint(path)
 
 
 @pytest.mark.parametrize("style", ["merged", "alone"])

@@ -329,7 +329,7 @@ def text(value: str) -> bytes:
     ("head", "sentence"),
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported in GGUF"),
-        ({"kind": 34}, "tensor 'token_embd.weight' is stored as TQ1_0; Quire reads F32"),
+        ({"kind": 33}, "tensor 'token_embd.weight' is stored as type 33, which ggml has removed; Quire reads F32"),
         ({"kind": 99}, "tensor 'token_embd.weight' is stored as type 99, which is unknown; Quire reads F32"),
         ({"pre": "viking"}, "unsupported kind gpt2 with pre-tokenizer 'viking'; name the model's Hugging Face folder"),
         ({"num_layers": 0}, "'block_count' is 0; Quire needs an integer of at least 1"),

@@ -78,8 +78,14 @@ class WeightFormat(IntEnum):
     IQ3_XXS = 15
     IQ3_S = 16
     MXFP4 = 17
-    Q4_SUPER = 18
-    Q5_SUPER = 19
+    NVFP4 = 18
+    IQ2 = 19
+    IQ1_M = 20
+    Q1 = 21
+    IQ1_S = 22
+    Q2 = 23
+    Q4_SUPER = 24
+    Q5_SUPER = 25
 
 
 @mirror("linear")

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
+from engine.files.gguf_kinds import Kind
 from engine.runtime.activation import Activation
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import (
@@ -237,12 +238,12 @@ def stored_args(part: StoredRows | RepackedRows) -> RowsArgs:
 
 @cache
 def _grid(kind: int) -> np.ndarray | None:
-    """Return the levels 0 to 7 of a type's grid, four for each entry; None for a type without one."""
-    if kind not in (18, 21):  # IQ3_XXS, IQ3_S
+    """Return the levels from 0 on of a type's grid, four or eight for each entry; None for a type without one."""
+    if kind not in _WITH_GRID:
         return None
     from gguf import quants
 
-    holder: Any = quants.IQ3_XXS if kind == 18 else quants.IQ3_S
+    holder: Any = getattr(quants, Kind(kind).name)
     holder.init_grid()
     return np.searchsorted(holder.grid_map, holder.grid.ravel()).astype(np.uint8)
 
@@ -320,24 +321,36 @@ class _Needs(NamedTuple):
     exact: WeightFormat | None = None
 
 
-_NEEDS = {
-    2: _Needs(4, False, False),  # Q4_0
-    3: _Needs(4, False, True),  # Q4_1
-    6: _Needs(5, False, False),  # Q5_0
-    7: _Needs(5, False, True),  # Q5_1
-    8: _Needs(8, False, False),  # Q8_0
-    10: _Needs(2, True, True),  # Q2_K
-    11: _Needs(3, True, False),  # Q3_K
-    12: _Needs(4, False, True, WeightFormat.Q4_SUPER),  # Q4_K
-    13: _Needs(5, False, True, WeightFormat.Q5_SUPER),  # Q5_K
-    14: _Needs(6, True, False),  # Q6_K
-    18: _Needs(8, False, False, WeightFormat.IQ3_XXS),
-    20: _Needs(8, False, False, WeightFormat.IQ4),  # IQ4_NL
-    21: _Needs(8, False, False, WeightFormat.IQ3_S),
-    23: _Needs(8, False, False, WeightFormat.IQ4),  # IQ4_XS
-    39: _Needs(8, False, False, WeightFormat.MXFP4),
+_NEEDS: dict[int, _Needs] = {
+    Kind.Q4_0: _Needs(4, False, False),
+    Kind.Q4_1: _Needs(4, False, True),
+    Kind.Q5_0: _Needs(5, False, False),
+    Kind.Q5_1: _Needs(5, False, True),
+    Kind.Q8_0: _Needs(8, False, False),
+    Kind.Q2_K: _Needs(2, True, True),
+    Kind.Q3_K: _Needs(3, True, False),
+    Kind.Q4_K: _Needs(4, False, True, WeightFormat.Q4_SUPER),
+    Kind.Q5_K: _Needs(5, False, True, WeightFormat.Q5_SUPER),
+    Kind.Q6_K: _Needs(6, True, False),
+    Kind.IQ4_NL: _Needs(8, False, False, WeightFormat.IQ4),
+    Kind.IQ4_XS: _Needs(8, False, False, WeightFormat.IQ4),
+    Kind.IQ3_XXS: _Needs(8, False, False, WeightFormat.IQ3_XXS),
+    Kind.IQ3_S: _Needs(8, False, False, WeightFormat.IQ3_S),
+    Kind.IQ2_XXS: _Needs(8, False, False, WeightFormat.IQ2),
+    Kind.IQ2_XS: _Needs(8, True, False, WeightFormat.IQ2),
+    Kind.IQ2_S: _Needs(8, True, False, WeightFormat.IQ2),
+    Kind.IQ1_S: _Needs(8, False, False, WeightFormat.IQ1_S),
+    Kind.IQ1_M: _Needs(8, True, False, WeightFormat.IQ1_M),
+    Kind.TQ1_0: _Needs(2, False, False),
+    Kind.TQ2_0: _Needs(2, False, False),
+    Kind.MXFP4: _Needs(8, False, False, WeightFormat.MXFP4),
+    Kind.NVFP4: _Needs(8, True, False, WeightFormat.NVFP4),
+    Kind.Q1_0: _Needs(8, False, False, WeightFormat.Q1),
+    Kind.Q2_0: _Needs(2, False, False),
 }
+_WITH_GRID = (Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_S, Kind.IQ1_M)
 _FORMATS = {  # what each row format that holds several types has, smallest first
+    WeightFormat.Q2: _Needs(2, False, False),
     WeightFormat.Q2_HALF_MIN: _Needs(2, True, True),
     WeightFormat.Q3_HALF: _Needs(3, True, False),
     WeightFormat.Q4: _Needs(4, False, False),

@@ -187,8 +187,8 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
     for (int64_t b = 0; b < quant_num_blocks(w->k); b++, panel += quant_block_bytes(f)) {
         if (f.scale == SCALE_CODE && b % SUPER == 0) {
             UNROLL for (int v = 0; v < QVECTORS; v++) {
-                supers.scale[v] = load_f16(panel + (v0 + v) * W * 2);
-                supers.min[v] = load_f16(panel + (PANEL + (v0 + v) * W) * 2);
+                supers.scale[v] = load_f16(panel + (v0 + v) * W * 2) * f.unit;
+                if (f.has_min) supers.min[v] = load_f16(panel + (PANEL + (v0 + v) * W) * 2) * f.unit;
             }
             panel += quant_super_bytes(f);
         }
@@ -236,6 +236,11 @@ DEFINE_QUANT_DOT(quant_dot_q8_half, WEIGHT_Q8_HALF)
 DEFINE_QUANT_DOT(quant_dot_q8_half_min, WEIGHT_Q8_HALF_MIN)
 DEFINE_QUANT_DOT(quant_dot_table, WEIGHT_IQ4)
 DEFINE_QUANT_DOT(quant_dot_mxfp4, WEIGHT_MXFP4)
+DEFINE_QUANT_DOT(quant_dot_nvfp4, WEIGHT_NVFP4)
+DEFINE_QUANT_DOT(quant_dot_short_table, WEIGHT_IQ2)
+DEFINE_QUANT_DOT(quant_dot_q1, WEIGHT_Q1)
+DEFINE_QUANT_DOT(quant_dot_iq1_s, WEIGHT_IQ1_S)
+DEFINE_QUANT_DOT(quant_dot_q2, WEIGHT_Q2)
 DEFINE_QUANT_DOT(quant_dot_q4_super, WEIGHT_Q4_SUPER)
 DEFINE_QUANT_DOT(quant_dot_q5_super, WEIGHT_Q5_SUPER)
 
@@ -265,6 +270,12 @@ static void quant_panel(const struct linear *w, void *rows, int64_t first, int64
         [WEIGHT_IQ3_XXS] = quant_dot_table,
         [WEIGHT_IQ3_S] = quant_dot_table,
         [WEIGHT_MXFP4] = quant_dot_mxfp4,
+        [WEIGHT_NVFP4] = quant_dot_nvfp4,
+        [WEIGHT_IQ2] = quant_dot_short_table,
+        [WEIGHT_IQ1_M] = quant_dot_short_table,
+        [WEIGHT_Q1] = quant_dot_q1,
+        [WEIGHT_IQ1_S] = quant_dot_iq1_s,
+        [WEIGHT_Q2] = quant_dot_q2,
         [WEIGHT_Q4_SUPER] = quant_dot_q4_super,
         [WEIGHT_Q5_SUPER] = quant_dot_q5_super,
     };

@@ -10,8 +10,8 @@
  *     weight = scale * table[code]           for a format with a table, which is stored plus `zero`
  *
  * A scale is float16, or with E8M0 a byte, the exponent of a power of two; the table has doubled values there. With
- * SCALE_CODE a scale and a minimum are bytes, times float16 of SUPER blocks, which lie ahead of these: of each row first
- * that of the scales, then that of the minimums. These are the types' own numbers, so nothing is rounded.
+ * SCALE_CODE a scale and a minimum are bytes, times `unit` and float16 of SUPER blocks, which lie ahead of these: of each
+ * row first that of the scales, then that of the minimums. These are the types' own numbers, so nothing is rounded.
  * WEIGHT_INT8 has one float32 scale for a whole row, in struct linear, and nothing but codes in its blocks. */
 #ifndef QUIRE_QUANT_FORMAT_H
 #define QUIRE_QUANT_FORMAT_H
@@ -27,28 +27,35 @@ enum scale_kind { SCALE_OF_ROW, SCALE_E8M0, SCALE_CODE, SCALE_F16 };
 
 struct quant_format {
     int bits, group, scale, has_min, zero, has_table;
+    float unit;
 };
 
 static inline __attribute__((always_inline)) struct quant_format quant_format_of(int32_t format) {
     switch (format) {
-    case WEIGHT_Q2_HALF_MIN: return (struct quant_format){2, 16, SCALE_F16, 1, 0, 0};
-    case WEIGHT_Q3_HALF: return (struct quant_format){3, 16, SCALE_F16, 0, 4, 0};
-    case WEIGHT_Q4: return (struct quant_format){4, 32, SCALE_F16, 0, 8, 0};
-    case WEIGHT_Q4_MIN: return (struct quant_format){4, 32, SCALE_F16, 1, 0, 0};
-    case WEIGHT_Q5: return (struct quant_format){5, 32, SCALE_F16, 0, 16, 0};
-    case WEIGHT_Q5_MIN: return (struct quant_format){5, 32, SCALE_F16, 1, 0, 0};
-    case WEIGHT_Q6_HALF: return (struct quant_format){6, 16, SCALE_F16, 0, 32, 0};
-    case WEIGHT_Q6_HALF_MIN: return (struct quant_format){6, 16, SCALE_F16, 1, 0, 0};
-    case WEIGHT_Q8: return (struct quant_format){8, 32, SCALE_F16, 0, 128, 0};
-    case WEIGHT_Q8_HALF: return (struct quant_format){8, 16, SCALE_F16, 0, 128, 0};
-    case WEIGHT_Q8_HALF_MIN: return (struct quant_format){8, 16, SCALE_F16, 1, 128, 0};
+    case WEIGHT_Q2_HALF_MIN: return (struct quant_format){2, 16, SCALE_F16, 1, 0, 0, 1};
+    case WEIGHT_Q3_HALF: return (struct quant_format){3, 16, SCALE_F16, 0, 4, 0, 1};
+    case WEIGHT_Q4: return (struct quant_format){4, 32, SCALE_F16, 0, 8, 0, 1};
+    case WEIGHT_Q4_MIN: return (struct quant_format){4, 32, SCALE_F16, 1, 0, 0, 1};
+    case WEIGHT_Q5: return (struct quant_format){5, 32, SCALE_F16, 0, 16, 0, 1};
+    case WEIGHT_Q5_MIN: return (struct quant_format){5, 32, SCALE_F16, 1, 0, 0, 1};
+    case WEIGHT_Q6_HALF: return (struct quant_format){6, 16, SCALE_F16, 0, 32, 0, 1};
+    case WEIGHT_Q6_HALF_MIN: return (struct quant_format){6, 16, SCALE_F16, 1, 0, 0, 1};
+    case WEIGHT_Q8: return (struct quant_format){8, 32, SCALE_F16, 0, 128, 0, 1};
+    case WEIGHT_Q8_HALF: return (struct quant_format){8, 16, SCALE_F16, 0, 128, 0, 1};
+    case WEIGHT_Q8_HALF_MIN: return (struct quant_format){8, 16, SCALE_F16, 1, 128, 0, 1};
     case WEIGHT_IQ4:
     case WEIGHT_IQ3_XXS:
-    case WEIGHT_IQ3_S: return (struct quant_format){4, 32, SCALE_F16, 0, 128, 1};
-    case WEIGHT_MXFP4: return (struct quant_format){4, 32, SCALE_E8M0, 0, 128, 1};
-    case WEIGHT_Q4_SUPER: return (struct quant_format){4, 32, SCALE_CODE, 1, 0, 0};
-    case WEIGHT_Q5_SUPER: return (struct quant_format){5, 32, SCALE_CODE, 1, 0, 0};
-    default: return (struct quant_format){8, 32, SCALE_OF_ROW, 0, 128, 0}; /* WEIGHT_INT8 */
+    case WEIGHT_IQ3_S: return (struct quant_format){4, 32, SCALE_F16, 0, 128, 1, 1};
+    case WEIGHT_MXFP4: return (struct quant_format){4, 32, SCALE_E8M0, 0, 128, 1, 1};
+    case WEIGHT_NVFP4: return (struct quant_format){4, 16, SCALE_F16, 0, 128, 1, 1};
+    case WEIGHT_IQ2:
+    case WEIGHT_IQ1_M: return (struct quant_format){3, 16, SCALE_CODE, 0, 128, 1, 0.125f};
+    case WEIGHT_Q1: return (struct quant_format){1, 32, SCALE_F16, 0, 128, 1, 1};
+    case WEIGHT_IQ1_S: return (struct quant_format){2, 32, SCALE_CODE, 1, 0, 0, 0.125f};
+    case WEIGHT_Q2: return (struct quant_format){2, 32, SCALE_F16, 0, 1, 0, 1};
+    case WEIGHT_Q4_SUPER: return (struct quant_format){4, 32, SCALE_CODE, 1, 0, 0, 1};
+    case WEIGHT_Q5_SUPER: return (struct quant_format){5, 32, SCALE_CODE, 1, 0, 0, 1};
+    default: return (struct quant_format){8, 32, SCALE_OF_ROW, 0, 128, 0, 1}; /* WEIGHT_INT8 */
     }
 }
 
@@ -59,6 +66,10 @@ static inline const uint8_t *quant_table_of(int32_t format) {
         {66, 76, 84, 92, 100, 108, 116, 124, 132, 140, 148, 156, 164, 172, 180, 190},         /* WEIGHT_IQ3_XXS */
         {113, 115, 117, 119, 121, 123, 125, 127, 129, 131, 133, 135, 137, 139, 141, 143},     /* WEIGHT_IQ3_S */
         {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116},     /* WEIGHT_MXFP4 */
+        {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116},     /* WEIGHT_NVFP4 */
+        {0, 85, 103, 120, 136, 153, 171, 0},    /* WEIGHT_IQ2 */
+        {121, 129, 137, 0, 119, 127, 135, 0},   /* WEIGHT_IQ1_M: -1, 0 and 1, with an eighth more or less, times 8 */
+        {127, 129},                             /* WEIGHT_Q1 */
     };
     return tables[format - WEIGHT_IQ4];
 }
@@ -72,7 +83,7 @@ static inline __attribute__((always_inline)) int quant_scale_bytes(struct quant_
 
 /* Bytes of the scales, or minimums, of SUPER blocks. */
 static inline __attribute__((always_inline)) int quant_super_bytes(struct quant_format f) {
-    return f.scale == SCALE_CODE ? 2 * 2 * PANEL : 0;
+    return f.scale == SCALE_CODE ? 2 * (1 + f.has_min) * PANEL : 0;
 }
 
 /* Bytes of a block ahead of its codes. */

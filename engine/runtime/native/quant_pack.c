@@ -1,20 +1,12 @@
 /* Packing of quantised weights, once at load: rows of a GGUF file, or a float matrix, into the panels of
  * quant_format.h; and dequantising of such rows.
  *
- * Plain C for every machine. A GGUF block is first spelled out as codes with scales and minimums, the same way for all
- * of the file's types, and then written where the panel has it. */
+ * Plain C for every machine. A GGUF block is first spelled out (quant_blocks.h), and then written where the panel has
+ * it. */
 #include <math.h>
 #include <string.h>
 
-#include "quant_format.h"
-#include "stored_rows.h"
-
-/* The file's numbers for its quantised types. */
-enum gguf_kind {
-    GGUF_Q4_0 = 2, GGUF_Q4_1 = 3, GGUF_Q5_0 = 6, GGUF_Q5_1 = 7,
-    GGUF_Q8_0 = 8, GGUF_Q2_K = 10, GGUF_Q3_K = 11, GGUF_Q4_K = 12, GGUF_Q5_K = 13, GGUF_Q6_K = 14,
-    GGUF_IQ3_XXS = 18, GGUF_IQ4_NL = 20, GGUF_IQ3_S = 21, GGUF_IQ4_XS = 23, GGUF_MXFP4 = 39,
-};
+#include "quant_blocks.h"
 
 /* The compiler may neither merge the product with the difference behind it, nor take these loops for unimportant. */
 #if defined(__GNUC__) && !defined(__clang__)
@@ -23,21 +15,7 @@ enum gguf_kind {
 #define ROUNDED
 #endif
 
-/* QBLOCK weights: scale[i / 16] * (code[i] - zero) - min[i / 16]; with a table, scale[i / 16] * (table[code[i]] - 128).
- * Four codes are a quad, the first one lowest. */
-struct block {
-    uint32_t quads[QBLOCK / 4];
-    float scale[2], min[2];
-    int zero;
-    const uint8_t *table;
-    uint8_t exponent; /* MXFP4: the scale as it is stored */
-    uint8_t scale_code, min_code; /* Q4_K, Q5_K: likewise, ... */
-    const uint8_t *supers;        /* ... and the two float16 that they are multiplied by */
-};
-
 enum { STRIP = SUPER }; /* blocks of a row that are packed in turn: what several rows write then stays in the cache */
-#define EACH_QUAD(i) _Pragma("GCC unroll 8") for (int i = 0; i < QBLOCK / 4; i++)
-#define CONSTANT static inline __attribute__((always_inline)) /* compiled for each type and format */
 
 /* The nearest float16. */
 CONSTANT uint16_t f32_to_f16(float value) {
@@ -52,203 +30,6 @@ CONSTANT uint16_t f32_to_f16(float value) {
     uint32_t normal = (bits + 0xc8000fff + (bits >> 13 & 1)) >> 13, large = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
     uint32_t half = bits >= 0x38800000 ? normal : small - 0x3f000000;
     return (uint16_t)(sign | (bits >= 0x477ff000 ? large : half));
-}
-
-CONSTANT void set_scales(struct block *to, float scale, float min, int zero) {
-    to->scale[0] = to->scale[1] = scale;
-    to->min[0] = to->min[1] = min;
-    to->zero = zero;
-}
-
-static inline uint32_t read_u32(const uint8_t *p) {
-    uint32_t word; /* machines are little-endian, as files are */
-    memcpy(&word, p, sizeof word);
-    return word;
-}
-
-/* Four bits as the lowest ones of four bytes. */
-static inline uint32_t spread_bits(uint32_t bits) { return (bits & 15) * 0x00204081u & 0x01010101u; }
-
-/* Halves of 16 bytes: the first 16 codes are the low ones. */
-CONSTANT void read_nibbles(struct block *to, const uint8_t *p) {
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
-        uint32_t word = read_u32(p + 4 * i);
-        to->quads[i] = word & 0x0f0f0f0fu;
-        to->quads[4 + i] = word >> 4 & 0x0f0f0f0fu;
-    }
-}
-
-/* The fifth bit of each of 32 codes. */
-CONSTANT void read_fifth_bits(struct block *to, const uint8_t *p) {
-    uint32_t bits = read_u32(p);
-    EACH_QUAD(i) to->quads[i] |= spread_bits(bits >> (4 * i)) << 4;
-}
-
-/* Scale and minimum, six bits each, of the 32 weights `part` of a superblock of 256. */
-CONSTANT void read_k_scales(struct block *to, const uint8_t *p, int part) {
-    const uint8_t *packed = p + 4;
-    int scale = part < 4 ? packed[part] & 63 : (packed[part + 4] & 15) | packed[part - 4] >> 6 << 4;
-    int min = part < 4 ? packed[part + 4] & 63 : packed[part + 4] >> 4 | packed[part] >> 6 << 4;
-    set_scales(to, f16_to_f32(p) * (float)scale, f16_to_f32(p + 2) * (float)min, 0);
-    to->scale_code = (uint8_t)scale, to->min_code = (uint8_t)min;
-    to->supers = p;
-}
-
-/* Low four bits: two parts of 32 share 32 bytes. */
-CONSTANT void read_k_nibbles(struct block *to, const uint8_t *p, int part) {
-    EACH_QUAD(i) to->quads[i] = read_u32(p + part / 2 * 32 + 4 * i) >> (part % 2 * 4) & 0x0f0f0f0fu;
-}
-
-/* 210 bytes: 128 of low four bits, 64 of high two, 16 scales, and their scale; each half of 256 weights in turn. */
-CONSTANT void read_q6_k(struct block *to, const uint8_t *p, int part) {
-    int half = part / 4, quarter = part % 4;
-    const uint8_t *low = p + half * 64 + quarter % 2 * 32, *high = p + 128 + half * 32;
-    EACH_QUAD(i) to->quads[i] = (read_u32(low + 4 * i) >> (quarter / 2 * 4) & 0x0f0f0f0fu) |
-                                (read_u32(high + 4 * i) >> (quarter * 2) & 0x03030303u) << 4;
-    set_scales(to, 0, 0, 32);
-    for (int i = 0; i < 2; i++) to->scale[i] = f16_to_f32(p + 208) * (float)(int8_t)p[192 + part * 2 + i];
-}
-
-/* The crumbs (two bits) of the 32 weights `part`: four parts share 32 bytes. */
-CONSTANT void read_crumbs(struct block *to, const uint8_t *p, int part) {
-    EACH_QUAD(i) to->quads[i] = read_u32(p + part / 4 * 32 + 4 * i) >> (part % 4 * 2) & 0x03030303u;
-}
-
-/* 84 bytes: 16 scales and minimums of four bits, 64 of codes, and the scales of both. */
-CONSTANT void read_q2_k(struct block *to, const uint8_t *p, int part) {
-    read_crumbs(to, p + 16, part);
-    to->zero = 0;
-    for (int i = 0; i < 2; i++) {
-        uint8_t packed = p[part * 2 + i];
-        to->scale[i] = f16_to_f32(p + 80) * (float)(packed & 15);
-        to->min[i] = f16_to_f32(p + 82) * (float)(packed >> 4);
-    }
-}
-
-/* 110 bytes: 32 of high bits, 64 of low two, 12 of 16 scales of six bits, and their scale. */
-CONSTANT void read_q3_k(struct block *to, const uint8_t *p, int part) {
-    read_crumbs(to, p + 32, part);
-    EACH_QUAD(i) to->quads[i] |= (read_u32(p + 4 * i) >> part & 0x01010101u) << 2;
-    set_scales(to, 0, 0, 4);
-    for (int i = 0; i < 2; i++) {
-        int j = part * 2 + i, low = p[96 + j % 8] >> (j / 8 * 4) & 15, high = p[104 + j % 4] >> (j / 4 * 2) & 3;
-        to->scale[i] = f16_to_f32(p + 108) * (float)((low | high << 4) - 32);
-    }
-}
-
-/* Four signed levels: index 8 and on of a table for the positive ones, 7 and down for the negative. */
-static inline uint32_t signed_levels(const uint8_t *levels, uint32_t signs) {
-    return (read_u32(levels) + 0x08080808u) ^ spread_bits(signs) * 15;
-}
-
-/* 98 bytes: a scale, 64 entries of the grid, and a word for each part: four times seven signs, and four bits of scale.
- * The eighth sign of each group makes the number of them even. */
-CONSTANT void read_iq3_xxs(struct block *to, const uint8_t *p, int part, const uint8_t *grid) {
-    uint32_t word = read_u32(p + 66 + part * 4);
-    for (int i = 0; i < 8; i++) {
-        uint32_t signs = word >> (i / 2 * 7) & 127, folded = signs ^ signs >> 4;
-        signs |= (0x6996u >> (folded & 15) & 1) << 7;
-        to->quads[i] = signed_levels(grid + 4 * p[2 + part * 8 + i], signs >> (i % 2 * 4));
-    }
-    set_scales(to, f16_to_f32(p) * (0.5f + (float)(word >> 28)) * 0.5f, 0, 0);
-    to->table = quant_table_of(WEIGHT_IQ3_XXS);
-}
-
-/* 110 bytes: a scale, 64 entries of the grid and their ninth bits, 32 of signs, 4 of scales. */
-CONSTANT void read_iq3_s(struct block *to, const uint8_t *p, int part, const uint8_t *grid) {
-    for (int i = 0; i < 8; i++) {
-        int entry = p[2 + part * 8 + i] | (p[66 + part] >> i & 1) << 8;
-        to->quads[i] = signed_levels(grid + 4 * entry, (uint32_t)(p[74 + part * 4 + i / 2] >> (i % 2 * 4)));
-    }
-    set_scales(to, f16_to_f32(p) * (float)(1 + 2 * (p[106 + part / 2] >> (part % 2 * 4) & 15)), 0, 0);
-    to->table = quant_table_of(WEIGHT_IQ3_S);
-}
-
-/* 136 bytes: a scale, 8 scales of six bits, and nibbles. */
-CONSTANT void read_iq4_xs(struct block *to, const uint8_t *p, int part) {
-    int low = p[4 + part / 2] >> (part % 2 * 4) & 15, high = (p[2] | p[3] << 8) >> (part * 2) & 3;
-    read_nibbles(to, p + 8 + part * 16);
-    set_scales(to, f16_to_f32(p) * (float)((low | high << 4) - 32), 0, 0);
-    to->table = quant_table_of(WEIGHT_IQ4);
-}
-
-/* 17 bytes: an exponent, for a table of doubled values, and nibbles. */
-CONSTANT void read_mxfp4(struct block *to, const uint8_t *p) {
-    uint32_t bits = p[0] < 2 ? (uint32_t)0x00200000 << p[0] : (uint32_t)(p[0] - 1) << 23;
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    read_nibbles(to, p + 1);
-    set_scales(to, scale, 0, 0);
-    to->table = quant_table_of(WEIGHT_MXFP4);
-    to->exponent = p[0];
-}
-
-/* Weights 32 * b and on of a row of the file, of a type with blocks of 32. */
-CONSTANT void read_short_block(int32_t kind, const uint8_t *row, int64_t b, struct block *to) {
-    switch (kind) {
-    case GGUF_Q4_0:
-        row += b * 18;
-        read_nibbles(to, row + 2);
-        set_scales(to, f16_to_f32(row), 0, 8);
-        break;
-    case GGUF_Q4_1:
-        row += b * 20;
-        read_nibbles(to, row + 4);
-        set_scales(to, f16_to_f32(row), -f16_to_f32(row + 2), 0);
-        break;
-    case GGUF_Q5_0:
-        row += b * 22;
-        read_nibbles(to, row + 6);
-        read_fifth_bits(to, row + 2);
-        set_scales(to, f16_to_f32(row), 0, 16);
-        break;
-    case GGUF_Q5_1:
-        row += b * 24;
-        read_nibbles(to, row + 8);
-        read_fifth_bits(to, row + 4);
-        set_scales(to, f16_to_f32(row), -f16_to_f32(row + 2), 0);
-        break;
-    case GGUF_Q8_0:
-        row += b * 34;
-        EACH_QUAD(i) to->quads[i] = read_u32(row + 2 + 4 * i) ^ 0x80808080u;
-        set_scales(to, f16_to_f32(row), 0, 128);
-        break;
-    case GGUF_IQ4_NL:
-        row += b * 18;
-        read_nibbles(to, row + 2);
-        set_scales(to, f16_to_f32(row), 0, 0);
-        to->table = quant_table_of(WEIGHT_IQ4);
-        break;
-    default: read_mxfp4(to, row + b * 17); break;
-    }
-}
-
-/* Weights 32 * b and on of a row of the file. */
-CONSTANT void read_block(int32_t kind, const uint8_t *grid, const uint8_t *row, int64_t b, struct block *to) {
-    int part = (int)(b % 8);
-    to->table = NULL;
-    to->supers = NULL;
-    to->min[0] = to->min[1] = 0;
-    switch (kind) {
-    case GGUF_Q2_K: read_q2_k(to, row + b / 8 * 84, part); break;
-    case GGUF_Q3_K: read_q3_k(to, row + b / 8 * 110, part); break;
-    case GGUF_Q4_K:
-        row += b / 8 * 144;
-        read_k_nibbles(to, row + 16, part);
-        read_k_scales(to, row, part);
-        break;
-    case GGUF_Q5_K:
-        row += b / 8 * 176;
-        read_k_nibbles(to, row + 48, part);
-        EACH_QUAD(i) to->quads[i] |= (read_u32(row + 16 + 4 * i) >> part & 0x01010101u) << 4;
-        read_k_scales(to, row, part);
-        break;
-    case GGUF_Q6_K: read_q6_k(to, row + b / 8 * 210, part); break;
-    case GGUF_IQ3_XXS: read_iq3_xxs(to, row + b / 8 * 98, part, grid); break;
-    case GGUF_IQ3_S: read_iq3_s(to, row + b / 8 * 110, part, grid); break;
-    case GGUF_IQ4_XS: read_iq4_xs(to, row + b / 8 * 136, part); break;
-    default: read_short_block(kind, row, b, to); break;
-    }
 }
 
 /* Scales, and behind them minimums, of one row's blocks of a strip: for each block [QBLOCK / group]. */
@@ -278,11 +59,13 @@ CONSTANT void write_head(struct quant_format f, const struct block *from, const 
                          uint8_t *block, int64_t r) {
     const int num = QBLOCK / f.group;
     for (int g = 0; g < num; g++) {
+        int at = g * f.group / 16;
         uint8_t *head = block + g * quant_scale_bytes(f) * (1 + f.has_min) * PANEL;
         if (f.scale == SCALE_E8M0) head[r] = from->exponent;
         if (f.scale == SCALE_F16) memcpy(head + r * 2, heads->halves + b * num + g, 2);
         if (f.scale == SCALE_F16 && f.has_min) memcpy(head + (PANEL + r) * 2, heads->halves + (STRIP + b) * num + g, 2);
-        if (f.scale == SCALE_CODE) head[r] = from->scale_code, head[PANEL + r] = from->min_code;
+        if (f.scale == SCALE_CODE) head[r] = from->scale_code[at];
+        if (f.scale == SCALE_CODE && f.has_min) head[PANEL + r] = from->min_code;
     }
 }
 
@@ -301,8 +84,8 @@ static inline __attribute__((always_inline)) uint8_t *write_plane(const uint32_t
 
 /* Write what the blocks of a strip have in common where weight row `r` of a panel has it. */
 CONSTANT void write_supers(struct quant_format f, const struct block *from, uint8_t *super, int64_t r) {
-    for (int i = 0; i < 2 && f.scale == SCALE_CODE && from->supers; i++)
-        memcpy(super + (i * PANEL + r) * 2, from->supers + 2 * i, 2);
+    for (int i = 0; i <= f.has_min && f.scale == SCALE_CODE; i++)
+        memcpy(super + (i * PANEL + r) * 2, from->supers + i, 2);
 }
 
 /* Write the codes of a block where weight row `r` of a panel has them. */
@@ -310,7 +93,7 @@ CONSTANT void write_codes(struct quant_format f, const struct block *from, uint8
     uint8_t *to = block + quant_head_bytes(f) + 4 * r;
     int shift = code_shift(f, from);
     uint32_t quads[QBLOCK / 4];
-    if (from->table && !f.has_table) {
+    if (from->table && f.bits == 8) {
         uint8_t codes[QBLOCK];
         memcpy(codes, from->quads, sizeof codes);
         for (int i = 0; i < QBLOCK; i++) codes[i] = from->table[codes[i]];
@@ -381,6 +164,16 @@ static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, i
     PACK_CASE(GGUF_IQ4_NL, WEIGHT_IQ4)
     PACK_CASE(GGUF_IQ4_XS, WEIGHT_IQ4)
     PACK_CASE(GGUF_MXFP4, WEIGHT_MXFP4)
+    PACK_CASE(GGUF_NVFP4, WEIGHT_NVFP4)
+    PACK_CASE(GGUF_IQ2_XXS, WEIGHT_IQ2)
+    PACK_CASE(GGUF_IQ2_XS, WEIGHT_IQ2)
+    PACK_CASE(GGUF_IQ2_S, WEIGHT_IQ2)
+    PACK_CASE(GGUF_IQ1_S, WEIGHT_IQ1_S)
+    PACK_CASE(GGUF_IQ1_M, WEIGHT_IQ1_M)
+    PACK_CASE(GGUF_TQ1_0, WEIGHT_Q2)
+    PACK_CASE(GGUF_TQ2_0, WEIGHT_Q2)
+    PACK_CASE(GGUF_Q1_0, WEIGHT_Q1)
+    PACK_CASE(GGUF_Q2_0, WEIGHT_Q2)
 #undef PACK_CASE
     pack_rows_as(s, rows, begin, end, s->stored.kind, s->format);
 }
@@ -486,8 +279,8 @@ void quant_unpack_rows(const void *args, int64_t begin, int64_t end) {
                 if (f.scale == SCALE_F16) block.scale[half] = f16_to_f32(head + r * 2);
                 if (f.scale == SCALE_F16 && f.has_min) block.min[half] = f16_to_f32(head + (PANEL + r) * 2);
                 if (f.scale == SCALE_CODE) {
-                    block.scale[half] = f16_to_f32(supers + r * 2) * (float)head[r];
-                    block.min[half] = f16_to_f32(supers + (PANEL + r) * 2) * (float)head[PANEL + r];
+                    block.scale[half] = f16_to_f32(supers + r * 2) * f.unit * (float)head[r];
+                    if (f.has_min) block.min[half] = f16_to_f32(supers + (PANEL + r) * 2) * f.unit * (float)head[PANEL + r];
                 }
             }
             read_codes(f, panel + quant_head_bytes(f) + 4 * r, block.quads);

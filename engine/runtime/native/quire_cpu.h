@@ -115,12 +115,18 @@ enum weight_format {
     WEIGHT_Q5_MIN = 11,
     WEIGHT_Q6_HALF = 12,
     WEIGHT_Q6_HALF_MIN = 13,
-    WEIGHT_IQ4 = 14, /* from here to WEIGHT_MXFP4 codes are indices of a table */
+    WEIGHT_IQ4 = 14, /* from here to WEIGHT_Q1 codes are indices of a table */
     WEIGHT_IQ3_XXS = 15,
     WEIGHT_IQ3_S = 16,
     WEIGHT_MXFP4 = 17,
-    WEIGHT_Q4_SUPER = 18, /* these have no table */
-    WEIGHT_Q5_SUPER = 19,
+    WEIGHT_NVFP4 = 18,
+    WEIGHT_IQ2 = 19,
+    WEIGHT_IQ1_M = 20,
+    WEIGHT_Q1 = 21,
+    WEIGHT_IQ1_S = 22, /* these have no table */
+    WEIGHT_Q2 = 23,
+    WEIGHT_Q4_SUPER = 24,
+    WEIGHT_Q5_SUPER = 25,
 };
 
 enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3, ACT_RELU2 = 4, ACT_GELU_ALONE = 5 };
@@ -177,7 +183,7 @@ struct fp8_row {
 /* Rows of a weight file, in memory or, with `rows` NULL, at an offset of an open file. */
 SHARED struct stored_rows {
     const void *rows;
-    const uint8_t *grid; /* types with a grid: levels 0 to 7, four for each entry */
+    const uint8_t *grid; /* types with a grid: levels from 0 on, four or eight for each entry */
     const struct packed_codes *codes; /* rows are made of these, which the file has; NULL: they are there as they are */
     int64_t offset, row_bytes, num_rows, step; /* step: bytes from a row to the next, if that is more than it has */
     int32_t kind, file; /* kind: GGUF's number for the type */

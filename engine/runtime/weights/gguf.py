@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Kind
-from gguf.quants import dequantize
 
 from engine.core.errors import ModelLoadError
 from engine.files.gguf_header import TensorInfo, read_parts
+from engine.files.gguf_kinds import Kind
 from engine.files.hf_config import HFConfig
 from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
 from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor
@@ -34,10 +32,7 @@ if TYPE_CHECKING:
     from engine.runtime.native.library import Library
 
 _FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
-KINDS = (
-    *_FLOATS, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K,
-    Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_XXS, Kind.IQ3_S, Kind.MXFP4,
-)  # fmt: skip
+_REMOVED = (4, 5, 31, 32, 33, 36, 37, 38)  # by ggml: Q4_2, Q4_3, and rows of Q4_0 and IQ4_NL that are interleaved
 # Elements dequantised at a time without the native library. They stay in the cache, and torch converts so few without
 # waking its threads, which wait for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s).
 _CHUNK = 1 << 15
@@ -119,7 +114,7 @@ class GGUFCheckpoint(Checkpoint):
                         partial(self._copy, tensor),
                         stored,
                         copy_rows=partial(self._copy_rows, tensor),
-                        block=GGML_QUANT_SIZES[tensor.kind][0],
+                        block=tensor.kind.block,
                     )
 
     def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
@@ -169,10 +164,10 @@ def header_config(metadata: Mapping[str, Any], tensors: Sequence[TensorInfo], so
 
 def check_kind(name: str, kind: int, source: str) -> None:
     """Raise ModelLoadError for a type that is not read."""
-    if kind not in KINDS:
-        stored = Kind(kind).name if kind in Kind._value2member_map_ else f"type {kind}, which is unknown"
+    if kind not in Kind._value2member_map_:
+        reason = "ggml has removed" if kind in _REMOVED else "is unknown"
         raise ModelLoadError(
-            f"{source}: tensor {name!r} is stored as {stored}; Quire reads {', '.join(kind.name for kind in KINDS)}."
+            f"{source}: tensor {name!r} is stored as type {kind}, which {reason}; Quire reads {', '.join(Kind.__members__)}."
         )
 
 
@@ -205,13 +200,28 @@ def convert(rows: np.ndarray, kind: Kind, target: Tensor, stored_offset: np.floa
     step = max(1, _CHUNK // target.shape[1])
     for start in range(0, target.shape[0], step):
         with np.errstate(all="ignore"):  # damaged weights; the check of the first forward pass finds them
-            part = dequantize(rows[start : start + step], kind)
+            part = dequantised(rows[start : start + step], kind)
             target[start : start + step].copy_(from_numpy(part - stored_offset))
 
 
 def _values(tensor: GGUFTensor) -> list[float]:
     with np.errstate(all="ignore"):
-        return [float(value) for value in dequantize(tensor.rows, tensor.kind).ravel()]
+        return [float(value) for value in dequantised(tensor.rows, tensor.kind).ravel()]
+
+
+def dequantised(rows: np.ndarray, kind: Kind) -> np.ndarray:
+    """Return rows of blocks as float32, by `gguf`; it lacks two types, whose blocks are a float16 and bits, lowest first."""
+    if kind is Kind.F32:
+        return rows.view(np.float32)
+    if kind not in (Kind.Q1_0, Kind.Q2_0):
+        from gguf.quants import GGMLQuantizationType, dequantize
+
+        floats: np.ndarray = dequantize(rows, GGMLQuantizationType(kind))
+        return floats
+    blocks = rows.reshape(*rows.shape[:-1], -1, kind.num_bytes)
+    bits = np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little").astype(np.float32)
+    codes = 2 * bits - 1 if kind is Kind.Q1_0 else bits[..., ::2] + 2 * bits[..., 1::2] - 1
+    return (blocks[..., :2].copy().view(np.float16).astype(np.float32) * codes).reshape(*rows.shape[:-1], -1)
 
 
 def read_tensors(path: Path, infos: Iterable[TensorInfo]) -> dict[str, GGUFTensor]:
@@ -226,10 +236,9 @@ def read_tensors(path: Path, infos: Iterable[TensorInfo]) -> dict[str, GGUFTenso
 
 def _tensor(data: np.ndarray, info: TensorInfo, file: OpenFile) -> GGUFTensor:
     kind = Kind(info.kind)
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    if not info.shape or 0 in info.shape or info.shape[-1] % block:
+    if not info.shape or 0 in info.shape or info.shape[-1] % kind.block:
         raise ValueError(f"tensor {info.name!r} has the impossible shape {list(info.shape)} for {kind.name}")
-    num_rows, row_bytes = math.prod(info.shape[:-1]), info.shape[-1] // block * block_bytes
+    num_rows, row_bytes = math.prod(info.shape[:-1]), info.shape[-1] // kind.block * kind.num_bytes
     end = info.start + num_rows * row_bytes
     shape = info.shape
     if info.name.endswith(_VECTORS):
