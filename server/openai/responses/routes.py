@@ -23,8 +23,7 @@ from server.http.bodies import INLINE_BYTES, json_body
 from server.http.openapi import answers
 from server.http.threads import run_slowly
 from server.openai.responses.body import InputBody, Item, ResponsesBody
-from server.openai.responses.formatter import ResponsesFormatter
-from server.openai.responses.output import ResponseDocument
+from server.openai.responses.formatter import ResponseDocument, ResponsesFormatter
 from server.protocol.errors import ApiError
 
 router = APIRouter()
