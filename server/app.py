@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from fastapi import APIRouter, FastAPI
@@ -43,7 +43,7 @@ from server.operations import live, unserved
 from server.operations.page import load_files, page_router
 from server.protocol import errors
 from server.settings.app_config import AppConfig
-from server.telemetry.events import Listener, PrefillDelegated, Telemetry, TenantRefused
+from server.telemetry.events import PrefillDelegated, Telemetry, TenantRefused
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.otlp_endpoints import find_endpoints
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from engine.text.images.preprocessor import ImagePreprocessor
     from server.answers.images import ImageReader
     from server.telemetry.otlp import Otlp
-    from server.telemetry.tracing import Tracing
 
 # One line an endpoint: its module's `router` is served, and described by /openapi.json and docs/reference/.
 ENDPOINTS = [
@@ -142,8 +141,8 @@ def _parts(config: AppConfig) -> dict[str, Any]:
     metrics, models = Metrics(compat_vllm=config.metrics_compat == "vllm"), Models(config)
     metrics.add_rows("models", models)
     request_log = RequestLog(time.monotonic)
-    export = _open_export(config, metrics)
-    exported = [] if export is None else export.listeners
+    otlp = _open_otlp(config, metrics)
+    exported = [] if otlp is None else otlp.listeners
     logged = [AnswerLog().observe] if config.enable_log_requests else []
     emit = Telemetry(*metrics.listeners, *exported, *logged, request_log.observe).emit
     tenancy = Tenancy(
@@ -161,12 +160,12 @@ def _parts(config: AppConfig) -> dict[str, Any]:
         "instance_id": uuid4().hex,
         "metrics": metrics,
         "models": models,
-        "otlp": None if export is None else export.otlp,
+        "otlp": otlp,
         "reader": RequestReader(bodies, models, config, emit),
         "request_log": request_log,
         "responses": ResponseStore(config.max_stored_responses),
         "tenancy": tenancy,
-        "tracing": None if export is None else export.tracing,
+        "tracing": None if otlp is None else otlp.tracing,
     }
 
 
@@ -244,29 +243,16 @@ def _history(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) 
     return AnswerHistory(tokenizer, config.history_cache, engine.config.block_size)
 
 
-class _Export(NamedTuple):
-    """What sends traces and metrics to a collector."""
-
-    otlp: Otlp
-    tracing: Tracing | None
-    listeners: list[Listener]
-
-
-def _open_export(config: AppConfig, metrics: Metrics) -> _Export | None:
+def _open_otlp(config: AppConfig, metrics: Metrics) -> Otlp | None:
     """Return what exports over OTLP; None, without importing OpenTelemetry, if no address is given."""
     endpoints = find_endpoints(config)
     if endpoints is None:
         return None
     from server.telemetry.otlp import Otlp
-    from server.telemetry.tracing import GenAiMetrics, Tracing
 
     otlp = Otlp(endpoints)
     metrics.add_rows("spans", otlp.counts)
-    tracing = None if otlp.tracers is None else Tracing(otlp.tracers, time.monotonic)
-    listeners: list[Listener] = [] if tracing is None else [tracing.observe]
-    if otlp.meters is not None:
-        listeners.append(GenAiMetrics(otlp.meters).observe)
-    return _Export(otlp, tracing, listeners)
+    return otlp
 
 
 async def _start(parts: State, make_batch_app: Callable[[], FastAPI]) -> None:

@@ -147,6 +147,9 @@ _COMPUTED: Mapping[str, Callable[[Any], Value]] = {
     "shared_blocks": lambda s: s.store_blocks["shared"],
     "accepted_at": lambda s: dict(enumerate(s.spec_accepted_at)),
     "not_finite": lambda s: s.failed[FailureCause.NOT_FINITE],
+    "models_loaded": lambda models: {each.name: each.parts is not None for each in models.entries},
+    "models_failed": lambda models: {each.name: bool(each.reason) for each in models.entries},
+    "model_loads": lambda models: {each.name: each.num_loads for each in models.entries},
     "waiting_or_preempted": lambda s: s.num_waiting + s.num_preempted,
 }
 ROWS: Mapping[str, tuple[Metric, ...]] = {

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -23,7 +24,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 
 from engine.core.errors import ConfigError
 from engine.system.version import VERSION
+from server.telemetry.events import Listener
 from server.telemetry.otlp_endpoints import Endpoints
+from server.telemetry.tracing import GenAiMetrics, Tracing
 
 log = logging.getLogger("quire.otlp")
 
@@ -34,12 +37,9 @@ FLUSH_S = 2.0  # at the end of the process, for the last spans
 class SpanCounts:
     """Counts spans. Each number has one writer: `queued` and `refused` the event loop, the others the sending thread."""
 
-    def __init__(self) -> None:
-        self.queued = 0
-        self.refused = 0  # the queue was full
-        self.taken = 0  # out of the queue
-        self.sent = 0
-        self.failed = 0
+    queued = taken = 0  # into the queue, and out of it
+    refused = 0  # the queue was full
+    sent = failed = 0
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -95,14 +95,16 @@ class _BoundedProcessor(SpanProcessor):
 
 
 class Otlp:
-    """The providers of tracers and meters, and their end."""
+    """The providers of tracers and meters, what writes to them, and their end."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it repeats each failure; one line is ours
         resource = _resource()
         self.counts = SpanCounts()
         self.tracers: TracerProvider | None = None
+        self.tracing: Tracing | None = None
         self.meters: MeterProvider | None = None
+        self.listeners: list[Listener] = []
         self._exporter: _CountingExporter | None = None
         try:
             if endpoints.traces is not None:
@@ -110,9 +112,12 @@ class Otlp:
                 self.tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
                 batches = BatchSpanProcessor(self._exporter, max_queue_size=MAX_QUEUED)
                 self.tracers.add_span_processor(_BoundedProcessor(batches, self.counts))
+                self.tracing = Tracing(self.tracers, time.monotonic)
+                self.listeners.append(self.tracing.observe)
             if endpoints.metrics is not None:
                 reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoints.metrics))
                 self.meters = MeterProvider([reader], resource, shutdown_on_exit=False)
+                self.listeners.append(GenAiMetrics(self.meters).observe)
         except ValueError as error:  # of a variable
             raise ConfigError(f"OpenTelemetry's SDK refuses its settings (OTEL_*): {error}.") from error
         for signal, address in endpoints._asdict().items():

@@ -3,6 +3,11 @@
 The server span begins and ends with the HTTP request; a line of a batch has a span without one. The children are made at
 the end, from the times that the engine reported with the answer, on the engine's clock. No span contains text of a prompt
 or of an answer. Event loop.
+
+Names are those of OpenTelemetry's semantic conventions. For GenAI these have the status Development: names may change with
+any version. They are of version 1.41.1, the last one that the versioned conventions published before GenAI moved to a
+separate repository, which has made no stable release since. To move to another version, change this file, and the table in
+docs/observe/traces.md. Names that begin with `quire.` are ours: the conventions have none.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import MeterProvider
@@ -24,13 +29,62 @@ from engine.core.errors import ShuttingDownError
 from engine.core.types import FinishReason, Request, SamplingParams
 from engine.system.version import VERSION
 from server.protocol.errors import to_api_error
-from server.telemetry import gen_ai
 from server.telemetry.events import TRACE_HEADERS, ChoiceTimes, Event, HttpAnswered, RequestEnded, RequestRecord
 
 MAX_CHILDREN = 64  # spans of one request; one with a thousand choices would fill the queue
 MAX_PATH = 256  # characters, of a route or not
 _SCOPE = "quire"
 _NS = 1_000_000_000
+
+CONVENTIONS: Final = "1.41.1"
+SCHEMA_URL: Final = f"https://opentelemetry.io/schemas/{CONVENTIONS}"
+
+
+class Operation(NamedTuple):
+    """What an endpoint does, and how the ids of its answers begin."""
+
+    name: str
+    id_prefix: str = ""
+
+
+# "chat", "text_completion" and "embeddings" are the conventions' own; a custom value may be used where none applies.
+OPERATIONS: Final = {
+    "/v1/chat/completions": Operation("chat", "chatcmpl-"),
+    "/v1/responses": Operation("chat", "resp_"),
+    "/v1/messages": Operation("chat", "msg_"),
+    "/v1/completions": Operation("text_completion", "cmpl-"),
+    "/v1/embeddings": Operation("embeddings"),
+    "/v1/score": Operation("score", "score-"),
+    "/score": Operation("score", "score-"),
+    **{f"{version}/rerank": Operation("rerank", "rerank-") for version in ("", "/v1", "/v2")},
+    **{f"{version}/classify": Operation("classify", "classify-") for version in ("", "/v1")},
+    "/pooling": Operation("embeddings", "pool-"),
+}
+
+
+class Histogram(NamedTuple):
+    """A metric in seconds, with the bucket boundaries that the conventions ask for."""
+
+    name: str
+    description: str
+    bounds: tuple[float, ...]
+
+
+REQUEST_DURATION: Final = Histogram(
+    "gen_ai.server.request.duration",
+    "Generative AI server request duration such as time-to-last byte or last output token.",
+    (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+)
+TIME_TO_FIRST_TOKEN: Final = Histogram(
+    "gen_ai.server.time_to_first_token",
+    "Time to generate first token for successful responses.",
+    (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+TIME_PER_OUTPUT_TOKEN: Final = Histogram(
+    "gen_ai.server.time_per_output_token",
+    "Time per output token generated after the first token for successful responses.",
+    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+)
 
 Attributes = dict[str, AttributeValue]
 
@@ -47,7 +101,7 @@ class Tracing:
 
     def __init__(self, tracers: TracerProvider, clock: Callable[[], float]) -> None:
         """`clock` is the engine's."""
-        self._tracer: Tracer = tracers.get_tracer(_SCOPE, VERSION, gen_ai.SCHEMA_URL)
+        self._tracer: Tracer = tracers.get_tracer(_SCOPE, VERSION, SCHEMA_URL)
         self._clock = clock
         self._propagator = TraceContextTextMapPropagator()
 
@@ -109,7 +163,7 @@ class Tracing:
 
     def _describe(self, span: Span, record: RequestRecord, status: int) -> None:
         """Add what is known of a generating request, and its children."""
-        operation = gen_ai.OPERATIONS.get(record.endpoint)
+        operation = OPERATIONS.get(record.endpoint)
         model = model_of(record)
         if operation is not None:
             span.update_name(f"{operation.name} {model}")
@@ -142,12 +196,12 @@ class GenAiMetrics:
     """The conventions' histograms of model servers. One observation is one request, of n choices the slowest."""
 
     def __init__(self, meters: MeterProvider) -> None:
-        meter = meters.get_meter(_SCOPE, VERSION, gen_ai.SCHEMA_URL)
+        meter = meters.get_meter(_SCOPE, VERSION, SCHEMA_URL)
         self._duration, self._first, self._per_token = (
             meter.create_histogram(
                 each.name, "s", each.description, explicit_bucket_boundaries_advisory=list(each.bounds)
             )
-            for each in (gen_ai.REQUEST_DURATION, gen_ai.TIME_TO_FIRST_TOKEN, gen_ai.TIME_PER_OUTPUT_TOKEN)
+            for each in (REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN)
         )
 
     def observe(self, event: Event) -> None:
@@ -155,7 +209,7 @@ class GenAiMetrics:
         if not isinstance(event, RequestEnded) or event.is_batch or event.record.generation is None:
             return
         outcome = outcome_of(event.record, event.status)
-        operation = gen_ai.OPERATIONS.get(event.record.endpoint)
+        operation = OPERATIONS.get(event.record.endpoint)
         if operation is None or outcome.is_abandoned:
             return
         model = model_of(event.record)
@@ -247,7 +301,7 @@ def _mark(span: Span, outcome: Outcome) -> None:
 
 def _asked(record: RequestRecord, model: str) -> Attributes:
     """Return the attributes of the request."""
-    params, operation = record.requests[0].params, gen_ai.OPERATIONS.get(record.endpoint)
+    params, operation = record.requests[0].params, OPERATIONS.get(record.endpoint)
     attributes: dict[str, AttributeValue | None] = {
         "gen_ai.provider.name": "quire",
         "gen_ai.request.model": model,
@@ -271,7 +325,7 @@ def _asked(record: RequestRecord, model: str) -> Attributes:
 
 def _answered(record: RequestRecord, model: str) -> Attributes:
     """Return the attributes of the answer, whole or cut short."""
-    outcome, operation = record.outcome, gen_ai.OPERATIONS.get(record.endpoint)
+    outcome, operation = record.outcome, OPERATIONS.get(record.endpoint)
     usage, details = outcome.usage, outcome.usage.completion_tokens_details
     reasons = [reason.value for reason in outcome.finish_reasons if reason is not None]
     return _given(

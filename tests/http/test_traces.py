@@ -18,7 +18,7 @@ from otlp_receiver import Collector, Received, collecting
 from engine.core.errors import ConfigError
 from engine.core.step import SequenceSlice
 from server.settings.app_config import AppConfig
-from server.telemetry import gen_ai, otlp
+from server.telemetry import otlp, tracing
 from server.telemetry.otlp_endpoints import Endpoints, find_endpoints
 from tests.http.harness import APP, CONFIG
 from tests.patience import PATIENCE_S
@@ -97,7 +97,7 @@ def test_a_request_is_one_server_span_with_its_parts(traced: Live, received: Col
     assert root.parent_id == ""
     assert queue.ended_ns == pytest.approx(prefill.begun_ns, abs=1000)
     assert prefill.ended_ns == pytest.approx(decode.begun_ns, abs=1000)
-    assert root.schema_url == gen_ai.SCHEMA_URL
+    assert root.schema_url == tracing.SCHEMA_URL
     assert root.resource["service.name"] == "quire"
     expected = {
         "http.request.method": "POST",
@@ -335,8 +335,8 @@ def test_metrics_of_the_conventions_are_pushed(collector: Collector, serve: Call
     live = serve(otlp_metrics_endpoint=collector.url, fail=fail)
     complete(live)
     complete(live, prompt="abc", max_tokens=400)  # fails
-    eventually(lambda: len(collector.metrics.get(gen_ai.REQUEST_DURATION.name, ())) == 2)
-    for each in (gen_ai.REQUEST_DURATION, gen_ai.TIME_TO_FIRST_TOKEN, gen_ai.TIME_PER_OUTPUT_TOKEN):
+    eventually(lambda: len(collector.metrics.get(tracing.REQUEST_DURATION.name, ())) == 2)
+    for each in (tracing.REQUEST_DURATION, tracing.TIME_TO_FIRST_TOKEN, tracing.TIME_PER_OUTPUT_TOKEN):
         points = collector.metrics[each.name]
         described = [{item.key: item.value.string_value for item in point.attributes} for point in points]
         assert tuple(points[0].explicit_bounds) == each.bounds
@@ -347,7 +347,7 @@ def test_metrics_of_the_conventions_are_pushed(collector: Collector, serve: Call
             "gen_ai.response.model": "parrot",
         }
         assert points[0].count == 1
-        if each is gen_ai.REQUEST_DURATION:
+        if each is tracing.REQUEST_DURATION:
             assert described[1]["error.type"] == "compute_error"
         else:
             assert len(points) == 1
