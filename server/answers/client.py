@@ -88,7 +88,6 @@ class EngineClient:
 
     def __init__(self, engine: EngineHandle) -> None:
         self.engine = engine
-        self.is_draining = False
         self.is_abandoned = False  # the engine did not stop in time; its events are ignored
         self._answers: dict[str, Answer] = {}  # by request id
         self._loop: asyncio.AbstractEventLoop  # that `start` is called in
@@ -107,7 +106,6 @@ class EngineClient:
 
     def order_stop(self, drain_s: float) -> None:
         """Refuse new work from now on; let open answers finish for `drain_s`, abort the rest."""
-        self.is_draining = True
         self.engine.order_stop(drain_s)
 
     async def stop(self, drain_s: float) -> None:

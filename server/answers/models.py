@@ -197,7 +197,7 @@ class Models:
         self._turn = asyncio.Lock()  # of loads and unloads
         self._changed = asyncio.Event()  # a request has left a model
         self._watching: asyncio.Task[None] | None = None
-        self._is_stopping = False
+        self.is_draining = False  # the engines are being stopped
 
     def add(self, entry: Entry, loaded: LoadedModel | None) -> None:
         """Add a model, which is loaded already, is being loaded, or can be."""
@@ -261,7 +261,7 @@ class Models:
 
     def _check(self, entry: Entry, patience_s: float, *, asks: bool) -> None:
         """Raise a 503 if a load is of no use; a failure counts for `patience_s`."""
-        if self._is_stopping:
+        if self.is_draining:
             raise ShuttingDownError("The server is shutting down; send the request to another one.")
         if self.is_starting or (
             asks and entry.parts is None and entry.loading is None and not entry.config.models_autoload
@@ -323,7 +323,7 @@ class Models:
 
     def _is_wanted(self, entry: Entry) -> bool:
         """Return whether requests wait for a load. Any thread."""
-        return entry.num_waiting > 0 and not self._is_stopping
+        return entry.num_waiting > 0 and not self.is_draining
 
     async def _make_room(self, entry: Entry) -> None:
         """Unload models until another fits beside the rest. Raises ModelLoadError or NotWantedError."""
@@ -399,29 +399,9 @@ class Models:
         return [parts.engine for parts in self.loaded]
 
     @property
-    def loaded_by_name(self) -> dict[str, float]:
-        """Return which models are loaded."""
-        return {entry.name: entry.parts is not None for entry in self.entries}
-
-    @property
-    def failed_by_name(self) -> dict[str, float]:
-        """Return which models cannot answer."""
-        return {entry.name: bool(entry.reason) for entry in self.entries}
-
-    @property
-    def loads_by_name(self) -> dict[str, float]:
-        """Return how often each model was loaded."""
-        return {entry.name: entry.num_loads for entry in self.entries}
-
-    @property
     def is_starting(self) -> bool:
         """Return whether a load of the start has not ended."""
         return any(entry.begun is not None for entry in self.entries)
-
-    @property
-    def is_draining(self) -> bool:
-        """Return whether the engines are being stopped."""
-        return self._is_stopping
 
     @property
     def is_abandoned(self) -> bool:
@@ -445,7 +425,7 @@ class Models:
 
     def order_stop(self, drain_s: float) -> None:
         """Refuse new work from now on; let open answers finish for `drain_s`, abort the rest."""
-        self._is_stopping = True
+        self.is_draining = True
         self._changed.set()
         if self._watching is not None:
             self._watching.cancel()

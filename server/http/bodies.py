@@ -327,8 +327,9 @@ class RequestReader:
         if entry.is_ready:
             parts = await self._models.use(entry, state)
         else:
-            waits = self._silent if state.begun_s is None or not getattr(body, "stream", False) else self._commented
-            parts = await unless_disconnected(request.receive, waits(request, entry))
+            is_silent = state.begun_s is None or not getattr(body, "stream", False)
+            loading = self._models.use(entry, state) if is_silent else self._commented(request, entry)
+            parts = await unless_disconnected(request.receive, loading)
         find = partial(body.without_effect, parts.model.limits)
         names = await run_slowly(find) if IS_LARGE.get() else find()
         transfer = getattr(body, "kv_transfer_params", None)
@@ -337,10 +338,6 @@ class RequestReader:
         if names:
             self._report(state, model, names)
         return body
-
-    async def _silent(self, request: Request, entry: Any) -> Any:
-        """Return a model's parts once it is loaded."""
-        return await self._models.use(entry, request.scope[STATE])
 
     async def _commented(self, request: Request, entry: Any) -> Any:
         """Return a model's parts once it is loaded; meanwhile the request's stream has begun, with comments."""
@@ -367,7 +364,9 @@ class RequestReader:
 
     def _report(self, state: RequestState, model: type[RequestBody], names: list[str]) -> None:
         """Report fields without effect, or refuse them."""
-        shown, hint = names[:MAX_NAMED_FIELDS], _meant(model, names)
+        shown = names[:MAX_NAMED_FIELDS]
+        hints = [f"{meant} for {name}" for name in names[:_MAX_EXPLAINED] if (meant := _close_field(model, name))]
+        hint = f" Did you mean {', '.join(hints)}?" if hints else ""
         if self._is_strict:
             message = f"Fields without effect: {', '.join(shown)}; remove them (--strict-fields)."
             raise ApiError(400, "unknown_parameter", message + hint, names[0])
@@ -375,12 +374,6 @@ class RequestReader:
         logger.warning("ignored fields: %s.%s", ", ".join(shown), hint)
         for name in shown:
             self._emit(FieldIgnored(name))
-
-
-def _meant(model: type[RequestBody], names: list[str]) -> str:
-    """Return a hint at the declared fields that unknown ones were meant to be, or ""."""
-    hints = [f"{meant} for {name}" for name in names[:_MAX_EXPLAINED] if (meant := _close_field(model, name))]
-    return f" Did you mean {', '.join(hints)}?" if hints else ""
 
 
 @lru_cache(maxsize=256)  # clients send the same unknown fields with every request

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ class Counts:
     def __init__(self) -> None:
         self.sent = 0
         self.dropped = {"queue_full": 0}
-        self.loaded_by_name = self.failed_by_name = self.loads_by_name = {"m": 0}
+        self.entries = [SimpleNamespace(name="m", parts=None, reason="", num_loads=0)]
 
 
 @pytest.fixture(scope="module")
