@@ -247,13 +247,8 @@ class CountBody(TranslatedBody):
                 "response_format": None if output_format is None else output_format.for_chat(),
                 "thinking_token_budget": self.thinking.budget_tokens,
                 "reasoning_effort": "none" if self.thinking.type == "disabled" else self.output_config.effort,
-                **self._answer_fields(),
             }
         )
-
-    def _answer_fields(self) -> dict[str, Any]:
-        """Return further fields of the chat."""
-        return {}
 
     def retained(self, chat: ChatBody) -> list[tuple[float, ChatBody | None]]:
         """Return durations and the beginnings to retain; None is the whole of `chat`."""
@@ -293,14 +288,13 @@ class CountBody(TranslatedBody):
 class MessagesBody(CountBody):
     """The request."""
 
+    ANSWERED: ClassVar[Mapping[str, str]] = {"max_tokens": "max_tokens", "stop": "stop_sequences"}
+
     metadata: Metadata | None = Field(None, description="user_id names the tenant, as user does.")
     max_tokens: Integer = Field(ge=1, description="The most tokens to generate; absent, up to the context's end.")
     stop_sequences: list[str] = Field(
         default_factory=list, description="Texts that end the answer; they are not part of it."
     )
-
-    def _answer_fields(self) -> dict[str, Any]:
-        return {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
 
 
 router = APIRouter()

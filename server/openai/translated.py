@@ -58,6 +58,8 @@ class TranslatedBody(RequestBody):
     }
     # chat's field -> this API's field that it is made of, which errors name
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}
+    # chat's field -> the attribute that it is as it stands, in requests that are answered
+    ANSWERED: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = Field(None, description="The served model or adapter; absent means the model of the daemon.")
     temperature: float | None = Field(
@@ -76,7 +78,8 @@ class TranslatedBody(RequestBody):
         """Return a chat of these fields, without null ones, and of the shared ones."""
         shared = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "stream")}
         passed = {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
-        given = {name: value for name, value in fields.items() if value not in (None, [])}
+        own = {name: getattr(self, attribute) for name, attribute in self.ANSWERED.items()}
+        given = {name: value for name, value in {**fields, **own}.items() if value not in (None, [])}
         return ChatBody.model_validate({**passed, **shared, **given})
 
     @classmethod

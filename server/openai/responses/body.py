@@ -350,19 +350,19 @@ class InputBody(TranslatedBody):
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "response_format": self.text.format.for_chat(),
                 "reasoning_effort": self.reasoning.effort,
-                **self._answer_fields(),
             }
         )
-
-    def _answer_fields(self) -> dict[str, Any]:
-        """Return further fields of the chat."""
-        return {}
 
 
 class ResponsesBody(InputBody):
     """The request."""
 
     IDLE: ClassVar[IdleFields] = {**InputBody.IDLE, "stream_options": lambda body, _: not body.stream}
+    ANSWERED: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "max_output_tokens",
+        "logprobs": "tells_logprobs",
+        "top_logprobs": "top_logprobs",
+    }
 
     max_output_tokens: Integer | None = Field(
         None, ge=1, description="The most tokens to generate, reasoning included."
@@ -394,10 +394,3 @@ class ResponsesBody(InputBody):
         """Return also the unknown values of `include`."""
         unknown = [ascii(shorten(name))[1:-1] for name in self.include if name not in EMPTY_INCLUDES | {LOGPROBS}]
         return super().ignored_fields() + [f"include.{name}" for name in unknown]
-
-    def _answer_fields(self) -> dict[str, Any]:
-        return {
-            "max_tokens": self.max_output_tokens,
-            "logprobs": self.tells_logprobs,
-            "top_logprobs": self.top_logprobs,
-        }
