@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,28 +48,25 @@ class ChunkMeta:
 class ResponseFormatter(Protocol):
     """Formats deltas for the clients of one API. One object an answer."""
 
+    @abstractmethod
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         """Return the whole answer as a JSON document, of one delta a choice."""
-        ...
 
     def opening(self) -> bytes:
         """Return the first frames of a stream, before anything is known, or b""."""
-        ...
+        return b""
 
     def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:
         """Return the frames of new deltas. `usage` returns the counts so far."""
-        ...
 
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
         """Return the last frames; `metrics` are given if the client wants them."""
-        ...
 
     def failure(self, error: ApiError) -> bytes:
         """Return the last frame of a stream that failed."""
-        ...
 
 
-class ChunkFormatter(ABC):
+class ChunkFormatter(ResponseFormatter):
     """Formats a stream as unnamed events, a chunk each, and an end mark.
 
     A chunk's JSON around its choices is written once an answer. A token then costs its choice alone, a third of the whole.
@@ -98,15 +95,8 @@ class ChunkFormatter(ABC):
         return document[:-2]
 
     @abstractmethod
-    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        """Return the whole answer, of one delta a choice."""
-
-    @abstractmethod
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
         """Return the chunks of a delta. `usage` is given if the client wants it."""
-
-    def opening(self) -> bytes:
-        return b""
 
     def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:
         shown: dict[str, Usage | None] = {}

@@ -23,7 +23,7 @@ from server.answers.parts import InModel, InResponder
 from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
-from server.protocol.documents import Filtered, ResponseBody, Usage
+from server.protocol.documents import Filtered, Headed, ResponseBody, Usage
 
 
 class ChatFunction(ResponseBody):
@@ -66,13 +66,9 @@ class ChatChoice(ResponseBody):
     )
 
 
-class ChatCompletion(ResponseBody):
+class ChatCompletion(Headed):
     """The answer, and a chunk of it."""
 
-    id: str = Field(description="The object's name; stored objects are found by it.")
-    object: str = Field(description="Which kind of object this is.")
-    created: int = Field(description="When it was made, in seconds since 1970.")
-    model: str = Field(description="The model or adapter that answered.")
     system_fingerprint: str = Field(description="The daemon's version.")
     choices: list[ChatChoice] = Field(description="The answers, n of them.")
     usage: Usage | None = Field(None, description="How many tokens were read and generated.")

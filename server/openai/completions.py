@@ -27,7 +27,7 @@ from server.answers.parts import InModel, InResponder
 from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.logprobs import CompletionLogprobs, completion_logprobs
-from server.protocol.documents import Filtered, ResponseBody, Usage
+from server.protocol.documents import Filtered, Headed, ResponseBody, Usage
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024  # of all prompts together
@@ -107,13 +107,9 @@ class CompletionChoice(ResponseBody):
     )
 
 
-class Completion(ResponseBody):
+class Completion(Headed):
     """The answer, and a chunk of it, which has the same shape."""
 
-    id: str = Field(description="The object's name; stored objects are found by it.")
-    object: str = Field(description="Which kind of object this is.")
-    created: int = Field(description="When it was made, in seconds since 1970.")
-    model: str = Field(description="The model or adapter that answered.")
     system_fingerprint: str = Field(description="The daemon's version.")
     choices: list[CompletionChoice] = Field(description="The answers, n of them.")
     usage: Usage | None = Field(None, description="How many tokens were read and generated.")

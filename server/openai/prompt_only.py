@@ -31,7 +31,7 @@ from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.http.threads import run_slowly, unless_disconnected
 from server.openai.completions import Prompt, Prompts
-from server.protocol.documents import ResponseBody, Usage
+from server.protocol.documents import Headed, ResponseBody, Usage
 from server.settings.app_config import AppConfig
 
 router = APIRouter()
@@ -112,13 +112,9 @@ def _shape_some(infos: list[tuple[int, PromptInfo]], shape: Callable[[int, Promp
 MAX_INLINE_VECTORS = 16  # about 2 ms; more are written on a worker thread
 
 
-class Numbers(ResponseBody):
+class Numbers(Headed):
     """What lists of numbers have beside them."""
 
-    id: str = Field(description="The object's name; stored objects are found by it.")
-    object: str = Field(description="Which kind of object this is.")
-    created: int = Field(description="When it was made, in seconds since 1970.")
-    model: str = Field(description="The model or adapter that answered.")
     usage: Usage = Field(description="How many tokens were read and generated.")
 
 

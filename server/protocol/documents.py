@@ -19,6 +19,15 @@ class ResponseBody(BaseModel):
         return self.__pydantic_serializer__.to_json(self, exclude_unset=True)
 
 
+class Headed(ResponseBody):
+    """What answers begin with."""
+
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    object: str = Field(description="Which kind of object this is.")
+    created: int = Field(description="When it was made, in seconds since 1970.")
+    model: str = Field(description="The model or adapter that answered.")
+
+
 class Filtered(ResponseBody):
     """A category of content, in Azure's shape."""
 
