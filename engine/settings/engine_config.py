@@ -129,7 +129,7 @@ class EngineConfig:
         "auto",
         "",
         "native kernels on a CPU; auto takes its best instruction set, off uses torch alone",
-        choices=("auto", "off", "portable", "avx2", "avx512", "avx512bf16"),
+        choices=("auto", "off", "portable", "avx2", "avxvnni", "avx512", "avx512bf16", "neon_dot", "neon_bf16"),
     )
     gpu_memory_utilization: float = _device(
         0.9, "SHARE", "share of the GPU's memory that Quire may use", above=0, at_most=1, is_essential=True

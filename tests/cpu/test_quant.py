@@ -89,6 +89,20 @@ def test_every_type_of_a_gguf_file(library: Library, kind: Kind, dtype: torch.dt
         torch.testing.assert_close(linear(x, torch.float32).double(), expected, rtol=1e-6, atol=error)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, None], ids=lambda kind: "int8" if kind is None else kind.name)
+def test_instruction_sets_agree_to_the_bit(library: Library, kind: Kind | None) -> None:
+    """Each rounds once where it multiplies and adds. test_other_machines.py has those that this machine lacks."""
+    if library.isa is Isa.PORTABLE:
+        pytest.skip("on x86 this rounds products, too")
+    torch.manual_seed(4)
+    x, weight = torch.randn(7, 768), torch.randn(70, 768)
+    parts = [] if kind is None else [StoredRows(int(kind), random_rows(70, 768, kind, scale=0.0123))]
+    linear = quantised(library, parts, 768, x.dtype) if parts else int8(library, weight)
+    found = linear(x)
+    library.use_isa(library.best_isa)
+    assert torch.equal(found, linear(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(75, 512), (1, 32), (33, 50), (64, 7)])
 def test_int8(library: Library, shape: tuple[int, int], dtype: torch.dtype) -> None:

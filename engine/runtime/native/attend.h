@@ -135,7 +135,7 @@ INLINE float highest(const struct attend_args *a, const struct chunk *chunk, flo
 
 /* 2^x for x <= 0, as precisely as weights are multiplied: to 8e-5 where they become bfloat16. */
 INLINE vf weight_f(vf x, enum kind kind) {
-#ifdef BF16_DOT
+#if defined(BF16_DOT) && defined(X86_INTRINSICS)
     if (kind == KIND_BF16_DOT) {
         /* x - floor(x), 0 for -inf */
         vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -157,7 +157,7 @@ INLINE vf weights_of(float *row, size_t columns, float bits, float top, const fl
         if (v_scales) p *= load_f(v_scales + c), q *= load_f(v_scales + c + W);
 #ifdef BF16_DOT
         if (kind == KIND_BF16_DOT) { /* in place: two vectors shrink to one */
-            __m512bh both = _mm512_cvtne2ps_pbh((__m512)q, (__m512)p);
+            vu both = narrow_both(p, q);
             memcpy((uint16_t *)row + c, &both, sizeof both);
             continue;
         }

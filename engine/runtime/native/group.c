@@ -44,12 +44,6 @@ static char *slot_of(const struct group *g, int32_t rank) {
     return g->shared + (int64_t)g->size * LINE + slot * SLOT_BYTES;
 }
 
-static void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
-
 /* Sleep until *at is no longer `seen`, or for a nap. */
 static void nap(atomic_uint *at, unsigned seen) {
     struct timespec limit = {0, NAP_MS * 1000000L};

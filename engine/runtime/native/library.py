@@ -31,12 +31,15 @@ class GroupError(RuntimeError):
 
 
 class Isa(IntEnum):
-    """Instruction sets the kernels are compiled for, in rising order."""
+    """Instruction sets the kernels are compiled for, in rising order; a machine may lack one that is not its best."""
 
     PORTABLE = 0
     AVX2 = 1
-    AVX512 = 2
-    AVX512BF16 = 3
+    AVXVNNI = 2
+    AVX512 = 3
+    AVX512BF16 = 4
+    NEON_DOT = 5
+    NEON_BF16 = 6
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

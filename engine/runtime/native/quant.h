@@ -3,8 +3,9 @@
  * x is quantised row by row to bytes in [-127, 127], with a scale for every QBLOCK inputs: with one for the whole row,
  * int8 would cost a small model 4 % of perplexity. Codes are unsigned, as the machine's byte products want them; what
  * `zero` and `min` take away is the sum of x's bytes times a constant, known once x is packed. The integers are exact,
- * and float32 sums run over k in order, in one register: a row of y is the same bits however many rows there are,
- * whichever thread takes them. */
+ * and float32 sums run over k in order, in one register, each product and its sum rounded together: a row of y is the same bits
+ * however many rows there are, whichever thread takes them, on whichever machine that can multiply and add at once. Only
+ * isa_portable.c on x86 rounds between the two. */
 #include "quant_dot.h"
 #include "quant_format.h"
 
@@ -13,7 +14,7 @@ typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
 enum {
     QVECTORS = 2, /* vectors of a panel that registers hold sums of at once */
     QNEAR = 6144, /* bytes ahead that a group alone fetches, or four times as many of codes in planes */
-    QROWS = W < 8 ? 2 : IS_DOT_IN_PLACE ? 6 : 4, /* rows, times QVECTORS, that registers hold sums of */
+    QROWS = IS_DOT_IN_PLACE && W == 16 ? 6 : IS_DOT_IN_PLACE || W >= 8 ? 4 : 2, /* rows, times QVECTORS, that registers hold sums of */
 };
 
 /* One group of packed rows: bytes [k / 4][rows][4], then for each block a scale [rows], and for each group of inputs
@@ -146,22 +147,36 @@ INLINE vf quant_scale(struct quant_format f, const char *head, int v, vf super) 
     return f.scale == SCALE_CODE ? load_u8(head) * super : splat(1);
 }
 
+/* The codes of a quad, as they are multiplied. */
+INLINE vu load_factors(struct quant_format f, const char *codes, int quad, int v, vu table) {
+    vu code = load_quad(f, codes, quad, v);
+    return f.has_table ? look_up(table, code) : code;
+}
+
 /* One group of inputs: QVECTORS vectors of a panel against R rows, summed into acc. */
 INLINE void quant_dot_group(struct quant_format f, int R, const char *block, int g, int v0, vu table,
                             const struct supers *supers, struct quant_group x, vf acc[QROWS][QVECTORS]) {
     const char *codes = block + quant_head_bytes(f);
-    const int bits = f.has_table ? 8 : f.bits; /* of what is multiplied */
+    const int bits = f.has_table ? 8 : f.bits;             /* of what is multiplied */
+    const int num_paired = QUADS == 2 ? R / 2 * 2 : 0; /* rows that are multiplied in pairs */
     struct dot dot[QROWS][QVECTORS];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < QVECTORS; v++)
             dot[r][v] = dot_begin(splat_u((uint32_t)x.starts[r]), bits);
-    UNROLL for (int i = 0; i < f.group / 4; i++)
+    UNROLL for (int r = 0; r < num_paired; r += 2)
+        UNROLL for (int v = 0; v < QVECTORS; v++) pair_begin(&dot[r][v], &dot[r + 1][v]);
+    UNROLL for (int i = 0; i < f.group / 4; i += QUADS)
         UNROLL for (int v = 0; v < QVECTORS; v++) {
-            vu code = load_quad(f, codes, g * f.group / 4 + i, v0 + v);
-            if (f.has_table) code = look_up(table, code);
-            UNROLL for (int r = 0; r < R; r++)
-                dot[r][v] = dot_add(dot[r][v], code, x.bytes[i * R + r], bits, i);
+            vu code[QUADS];
+            UNROLL for (int j = 0; j < QUADS; j++) code[j] = load_factors(f, codes, g * f.group / 4 + i + j, v0 + v, table);
+            UNROLL for (int r = 0; r < num_paired; r += 2)
+                pair_add(&dot[r][v], &dot[r + 1][v], code, x.bytes + i * R + r, R, bits);
+            UNROLL for (int j = 0; j < QUADS; j++)
+                UNROLL for (int r = num_paired; r < R; r++)
+                    dot[r][v] = dot_add(dot[r][v], code[j], x.bytes[(i + j) * R + r], bits, i + j);
         }
+    UNROLL for (int r = 0; r < num_paired; r += 2)
+        UNROLL for (int v = 0; v < QVECTORS; v++) pair_end(&dot[r][v], &dot[r + 1][v]);
     UNROLL for (int v = 0; v < QVECTORS; v++) {
         const char *head = block + (size_t)(g * quant_scale_bytes(f) * (1 + f.has_min) * PANEL);
         vf scale = quant_scale(f, head, v0 + v, supers->scale[v]);

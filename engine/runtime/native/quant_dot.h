@@ -3,13 +3,53 @@
  *
  * Without an instruction that adds four products to a lane, pairs of products are summed in 16 bits, and these sums in 32
  * as often as the size of the codes wants it. Codes of eight bits less 128 are multiplied as magnitudes and signs. */
-#ifdef VNNI_DOT
+#if defined(VNNI_DOT) || defined(ARM_DOT)
 
 enum { IS_DOT_IN_PLACE = 1 };
 
 struct dot {
     vu sum;
 };
+
+#ifdef ARM_DOT
+
+/* Both factors are signed here: codes of eight bits lose their zero first. */
+INLINE struct dot dot_begin(vu start, int bits) { return (struct dot){bits == 8 ? splat_u(0) : start}; }
+
+INLINE struct dot dot_add(struct dot dot, vu codes, uint32_t bytes, int bits, int quad) {
+    (void)quad;
+    if (bits == 8) codes ^= 0x80808080;
+    return (struct dot){(vu)vdotq_s32((int32x4_t)dot.sum, (int8x16_t)codes, (int8x16_t)splat_u(bytes))};
+}
+
+#ifdef ARM_MATRIX
+enum { QUADS = 2 };
+
+/* Two rows of x, two quads of each, against those of a vector of weight rows: low has the sums of the first two weight
+ * rows, [weight row][row of x], and high those of the others. `step` is from a quad of x to the next. */
+INLINE void pair_add(struct dot *low, struct dot *high, const vu codes[2], const uint32_t *x, int step, int bits) {
+    uint32x4_t flip = vdupq_n_u32(bits == 8 ? 0x80808080 : 0);
+    uint32x4_t first = (uint32x4_t)codes[0] ^ flip, second = (uint32x4_t)codes[1] ^ flip;
+    uint32x2_t quad = vld1_u32(x), next = vld1_u32(x + step);
+    int8x16_t rows = (int8x16_t)vcombine_u32(vzip1_u32(quad, next), vzip2_u32(quad, next));
+    low->sum = (vu)vmmlaq_s32((int32x4_t)low->sum, (int8x16_t)vzip1q_u32(first, second), rows);
+    high->sum = (vu)vmmlaq_s32((int32x4_t)high->sum, (int8x16_t)vzip2q_u32(first, second), rows);
+}
+
+/* From sums of two rows by themselves to those that pair_add adds to, and back. */
+INLINE void pair_begin(struct dot *low, struct dot *high) {
+    vu starts = (vu)vzip1q_u32((uint32x4_t)low->sum, (uint32x4_t)high->sum);
+    low->sum = high->sum = starts;
+}
+
+INLINE void pair_end(struct dot *low, struct dot *high) {
+    uint32x4_t one = vuzp1q_u32((uint32x4_t)low->sum, (uint32x4_t)high->sum);
+    high->sum = (vu)vuzp2q_u32((uint32x4_t)low->sum, (uint32x4_t)high->sum);
+    low->sum = (vu)one;
+}
+#endif
+
+#else
 
 INLINE struct dot dot_begin(vu start, int bits) {
     (void)bits;
@@ -18,8 +58,14 @@ INLINE struct dot dot_begin(vu start, int bits) {
 
 INLINE struct dot dot_add(struct dot dot, vu codes, uint32_t bytes, int bits, int quad) {
     (void)bits, (void)quad;
+#if VECTOR_BYTES == 64
     return (struct dot){(vu)_mm512_dpbusd_epi32((__m512i)dot.sum, (__m512i)codes, _mm512_set1_epi32((int)bytes))};
+#else
+    return (struct dot){(vu)_mm256_dpbusd_epi32((__m256i)dot.sum, (__m256i)codes, _mm256_set1_epi32((int)bytes))};
+#endif
 }
+
+#endif
 
 INLINE vu dot_end(struct dot dot) { return dot.sum; }
 
@@ -77,12 +123,21 @@ INLINE vu dot_end(struct dot dot) { return dot.sum + sum_pairs(dot.pairs); }
 
 #endif
 
+#ifndef ARM_MATRIX
+enum { QUADS = 1 }; /* of codes that are multiplied at a time */
+#define pair_begin(low, high)
+#define pair_add(low, high, codes, x, step, bits)
+#define pair_end(low, high)
+#endif
+
 /* W float16 as float32. */
 INLINE vf load_f16(const void *p) {
 #if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(p));
 #elif defined(X86_INTRINSICS)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128(p));
+#elif defined(ARM_INTRINSICS)
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
     vh halves;
     memcpy(&halves, p, sizeof halves);
@@ -126,6 +181,8 @@ INLINE vu look_up(vu table, vu codes) {
     return (vu)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
 #elif defined(X86_INTRINSICS)
     return (vu)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#elif defined(ARM_INTRINSICS)
+    return (vu)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
 #else
     uint8_t from[VECTOR_BYTES], at[VECTOR_BYTES];
     memcpy(from, &table, sizeof from);

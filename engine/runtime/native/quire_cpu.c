@@ -4,6 +4,11 @@
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #include "quant_format.h"
 #include "quire_cpu.h"
@@ -15,22 +20,44 @@ static const struct kernels *active = &kernels_portable;
 
 const struct kernels *active_kernels(void) { return active; }
 
-/* The kernels called `name` if this machine can run them, else NULL. */
+enum level { PORTABLE, AVX2, AVXVNNI, AVX512, AVX512BF16, NEON_DOT, NEON_BF16 }; /* class Isa in library.py */
+
+#if defined(__x86_64__)
+/* Bits of cpuid, for which not every compiler has names. */
+static int has_f16c(void) {
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+
+static int has_avxvnni(void) {
+    unsigned a = 0, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
+/* The kernels of a level if the machine and its system can run them, else NULL. */
 static const struct kernels *find(int32_t level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     int dots = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    if (level == 3) return avx512 && dots ? &kernels_avx512bf16 : NULL;
-    if (level == 2) return avx512 ? &kernels_avx512 : NULL;
-    if (level == 1) return avx2 ? &kernels_avx2 : NULL;
+    if (level == AVX512BF16) return avx512 && dots ? &kernels_avx512bf16 : NULL;
+    if (level == AVX512) return avx512 ? &kernels_avx512 : NULL;
+    if (level == AVXVNNI) return avx2 && has_avxvnni() ? &kernels_avxvnni : NULL;
+    if (level == AVX2) return avx2 ? &kernels_avx2 : NULL;
+#elif defined(__aarch64__) && defined(__linux__)
+    enum { HAS_DOT = 1 << 20, HAS_I8MM = 1 << 13, HAS_BF16 = 1 << 14 }; /* of the words 1 and 2 */
+    int dot = (getauxval(AT_HWCAP) & HAS_DOT) != 0;
+    int bf16 = dot && (~getauxval(AT_HWCAP2) & (HAS_I8MM | HAS_BF16)) == 0;
+    if (level == NEON_BF16) return bf16 ? &kernels_neon_bf16 : NULL;
+    if (level == NEON_DOT) return dot ? &kernels_neon_dot : NULL;
 #endif
-    return level == 0 ? &kernels_portable : NULL;
+    return level == PORTABLE ? &kernels_portable : NULL;
 }
 
-/* Use instruction set `level`: 0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16. */
+/* Use the kernels of a level. */
 EXPORT int32_t quire_use_isa(int32_t level) {
     const struct kernels *kernels = find(level);
     if (!kernels) return QUIRE_NO_SUCH_ISA;
@@ -40,9 +67,9 @@ EXPORT int32_t quire_use_isa(int32_t level) {
 
 /* The best level that this machine has. */
 EXPORT int32_t quire_best_isa(void) {
-    for (int32_t level = 3; level > 0; level--)
-        if (find(level)) return level;
-    return 0;
+    int32_t level = NEON_BF16;
+    while (!find(level)) level--;
+    return level;
 }
 
 /* Keep freed memory in the process: a step's results are tens of megabytes, and allocating them again, cleared, would

@@ -378,8 +378,19 @@ struct kernels {
 
 extern const struct kernels kernels_portable;
 #if defined(__x86_64__)
-extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
+extern const struct kernels kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_avx512bf16;
+#elif defined(__aarch64__)
+extern const struct kernels kernels_neon_dot, kernels_neon_bf16;
 #endif
+
+/* Leave the core's other thread, or its host, a moment. */
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
 
 /* team.c: run `work` on every thread of the team; returns when all have finished. */
 typedef void (*team_work)(void *context);

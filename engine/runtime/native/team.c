@@ -27,12 +27,6 @@ static _Thread_local int32_t is_aside; /* this thread's calls leave the team to 
 static team_work job_work;
 static void *job_context;
 
-static void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
-
 /* Wait until there has been a call since `seen`; returns the latest. */
 static unsigned next_call(unsigned seen) {
     for (int i = 0; i < WATCHES; i++, relax()) {

@@ -72,7 +72,9 @@ INLINE vf widen_f16(vu h) {
 }
 
 INLINE vh narrow_bf16(vf x) {
-#ifdef BF16_DOT
+#if defined(BF16_DOT) && defined(ARM_INTRINSICS)
+    return (vh)vcvt_bf16_f32((float32x4_t)x);
+#elif defined(BF16_DOT)
     return (vh)_mm512_cvtneps_pbh((__m512)x);
 #else
     vu bits = (vu)x;
@@ -80,6 +82,17 @@ INLINE vh narrow_bf16(vf x) {
     return __builtin_convertvector(select_u((vi)(x != x), (bits >> 16) | 0x40, rounded), vh);
 #endif
 }
+
+#ifdef BF16_DOT
+/* Both vectors as bfloat16, the first one's ahead. */
+INLINE vu narrow_both(vf first, vf second) {
+#ifdef ARM_INTRINSICS
+    return (vu)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first), (float32x4_t)second);
+#else
+    return (vu)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#endif
+}
+#endif
 
 INLINE vh narrow_f16(vf x) {
     vu bits = (vu)x, magnitude = bits & 0x7fffffff;
@@ -194,10 +207,13 @@ INLINE vf lane_fma(vf acc, vu lane, const float *row, size_t l, enum kind kind) 
 #ifdef BF16_DOT
     uint32_t both;
     memcpy(&both, row + l, sizeof both);
-    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)lane, (__m512bh)splat_u(both));
+#ifdef ARM_INTRINSICS
+    acc = (vf)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)lane, (bfloat16x8_t)splat_u(both));
 #else
-    return acc;
+    acc = (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)lane, (__m512bh)splat_u(both));
 #endif
+#endif
+    return acc;
 }
 
 /* How this instruction set multiplies a tensor's type. */

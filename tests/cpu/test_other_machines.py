@@ -1,0 +1,160 @@
+"""The library on processors that this machine is not, under qemu's or as other instructions for the same operations."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.runtime.models.load import load_model
+from engine.runtime.native import build
+from engine.runtime.native.library import Isa, native
+from engine.runtime.native.rows import StoredRows
+from engine.settings.engine_config import EngineConfig
+from engine.system.cache_folder import cache_folder
+from tests.cpu.model_driver import make_runner, request, serve, settings, state_blocks
+from tests.cpu.native_linears import int8, packed, quantised
+from tests.cpu.recorded import DRIVER, Recording
+from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_quant import KINDS, random_rows
+
+ARM = ("aarch64-linux-gnu-gcc", "qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")  # where Debian has its C library
+X86 = ("cc", "qemu-x86_64")
+PROCESSORS = [
+    (ARM, "cortex-a53", Isa.PORTABLE),
+    (ARM, "cortex-a72", Isa.PORTABLE),
+    (ARM, "neoverse-n1", Isa.NEON_DOT),
+    (ARM, "max", Isa.NEON_BF16),
+    (X86, "Nehalem", Isa.PORTABLE),
+    (X86, "max,-avx2", Isa.PORTABLE),
+    (X86, "max,-fma", Isa.PORTABLE),
+    (X86, "max,-f16c", Isa.PORTABLE),
+    (X86, "max", Isa.AVX2),
+    (X86, "Cooperlake", Isa.AVX2),  # qemu masks AVX-512, as a hypervisor may
+]
+# Of each kind of part: attention with windows and sinks, mixtures, latents, the three recurrences.
+ATTENDING = ("gemma3n", "gpt-oss", "deepseek_v3")
+MODELS = (*ATTENDING, "qwen3_5", "granitemoehybrid-mamba", "lfm2")
+FLOATS = {torch.float32: 2e-4, torch.bfloat16: 0.06}
+
+Machine = list[tuple[list[str], Isa]]  # commands that take an image, and the level of each
+
+
+def program(tools: Sequence[str], processor: str, folder: Path) -> list[str]:
+    """Compile for a processor, once; return the driver's command, which without an image prints the best level."""
+    compiler, qemu = shutil.which(tools[0]), shutil.which(tools[1])
+    if compiler is None or qemu is None:
+        pytest.skip(f"needs {tools[0]} and {tools[1]} (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user)")
+    library, driver = build._cached(compiler), folder / f"replay-{tools[0]}"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        build.compile_library(compiler, library)
+    build._run(compiler, "-o", str(driver), str(DRIVER))
+    return [qemu, *tools[2:], "-cpu", processor, str(driver), str(library)]
+
+
+def vnni_of_avx512(folder: Path) -> list[str]:
+    """AVX-VNNI's kernels with AVX-512's form of the same instruction, in the place of the portable ones."""
+    compiler, library = build.find_compiler(), native()
+    if compiler is None or library is None or library.best_isa != Isa.AVX512BF16:
+        pytest.skip("needs a compiler and a machine with AVX512-VNNI")
+    sources, here = Path(build.__file__).parent, folder / "isa_avxvnni.c"
+    target, driver = cache_folder() / f"quire_cpu-{build.source_digest()}-evex.so", folder / "replay"
+    text = (sources / here.name).read_text().replace('target("avxvnni,', 'target("avx512vnni,avx512vl,')
+    here.write_text(text)
+    if not target.exists():
+        others = [str(path) for path in sources.glob("*.c") if not path.name.startswith("isa_")]
+        names = [f"-Wl,--defsym=kernels_{isa.name.lower()}=kernels_avxvnni" for isa in Isa if isa < Isa.NEON_DOT]
+        names.remove("-Wl,--defsym=kernels_avxvnni=kernels_avxvnni")
+        made = str(folder / "library.so")
+        # Half the time of -O2; the pass that joins products and sums is one of the expensive ones.
+        flags = [*build._FLAGS, "-O1", "-fexpensive-optimizations", f"-I{sources}", "-shared"]
+        build._run(compiler, *flags, "-o", made, *others, str(here), *names, "-lm")
+        shutil.move(made, target)
+    build._run(compiler, "-o", str(driver), str(DRIVER))
+    return [str(driver), str(target)]
+
+
+@pytest.fixture(scope="module", params=["arm", "avx2", "avxvnni"])
+def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """A machine's commands and their levels. The second has no AVX-512, and would end the process there."""
+    folder = tmp_path_factory.mktemp("machine")
+    if request.param == "avxvnni":
+        return [(vnni_of_avx512(folder), Isa.PORTABLE)]
+    if request.param == "avx2":
+        return [(program(X86, "max", folder), Isa.AVX2)]
+    command = program(ARM, "max", folder)
+    return [(command, isa) for isa in (Isa.PORTABLE, Isa.NEON_DOT, Isa.NEON_BF16)]
+
+
+@pytest.fixture
+def recording() -> Recording:
+    """Records calls of this machine's library."""
+    library = native()
+    if library is None or library.best_isa == Isa.PORTABLE:
+        pytest.skip("no native library here, or one whose products round twice")
+    return Recording(library)
+
+
+@pytest.mark.parametrize(("tools", "processor", "level"), PROCESSORS)
+def test_a_processor_gets_its_best_level(tools: Sequence[str], processor: str, level: Isa, tmp_path: Path) -> None:
+    run = subprocess.run(program(tools, processor, tmp_path), capture_output=True, text=True, check=True)
+    assert int(run.stdout) == level
+
+
+@pytest.mark.parametrize("dtype", list(FLOATS))
+def test_integer_formats_have_the_same_bits(
+    machine: Machine, recording: Recording, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    library = recording.library
+    linears = [quantised(library, [StoredRows(int(kind), random_rows(70, 512, kind))], 512, dtype) for kind in KINDS]
+    linears.append(int8(library, torch.randn(70, 512).to(dtype)))
+    with recording():
+        for linear in linears:
+            for num_rows in (1, 2, 3, 4, 11):
+                linear(torch.randn(num_rows, 512).to(dtype), torch.float32)
+    for command, level in machine:
+        found = recording.replay(command, tmp_path / "image", level)
+        for ours, theirs in zip(recording.results, found, strict=True):
+            assert torch.equal(ours, theirs), level
+
+
+@pytest.mark.parametrize("dtype", list(FLOATS))
+def test_products_of_floats_differ_by_rounding(
+    machine: Machine, recording: Recording, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    linear = packed(recording.library, torch.randn(70, 384).to(dtype) / 20)
+    with recording():
+        for num_rows in (1, 5, 30):
+            linear(torch.randn(num_rows, 384).to(dtype), torch.float32)
+    for command, level in machine:
+        found = recording.replay(command, tmp_path / "image", level)
+        torch.testing.assert_close(found, recording.results, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", list(FLOATS))
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
+def test_models_differ_by_rounding(
+    machine: Machine, recording: Recording, dtype: torch.dtype, is_int8: bool, tmp_path: Path
+) -> None:
+    """Steps with prompts, chunks and decoding, each from the pool that it had here."""
+    for name in ATTENDING if is_int8 else MODELS:
+        folder = tmp_path / name
+        save_tiny(CASES[name], folder)
+        model = load_model(EngineConfig(model=str(folder)), torch.device("cpu"), dtype, lambda progress: None)
+        size = state_blocks(model, 16)
+        config = settings(num_blocks=20 + 4 * size, max_num_batched_tokens=25, block_size=16, state_blocks=size)
+        runner = make_runner(model, config, kv_dtype=torch.int8 if is_int8 else None)
+        asked = [request(f"r{num}", range(3, 3 + num), max_tokens=3) for num in (30, 1, 17)]
+        with recording(runner):
+            serve(model, config, asked, apart=1, runner=runner)
+    for command, level in machine:
+        found = recording.replay(command, tmp_path / "image", level)
+        for ours, theirs in zip(recording.results, found, strict=True):
+            torch.testing.assert_close(theirs, ours, atol=FLOATS[dtype], rtol=FLOATS[dtype])
