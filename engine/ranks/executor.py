@@ -36,7 +36,8 @@ from engine.runtime.parallel.group import SINGLE, Group, least
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
 from engine.runtime.pool.batch import DecodeRows, Packet
 from engine.settings.engine_config import EngineConfig
-from engine.system.host_limits import usable_cpus
+from engine.system.host_limits import processor_share, usable_cpus
+from engine.system.numa import stay_on_node
 
 Error = TypeVar("Error", bound=BaseException)
 PATIENCE_S = 60.0  # for a rank that takes part in nothing; longer than a step
@@ -77,6 +78,7 @@ class Executor(Ranks):
         self._said: list[set[str]] = [set() for _ in range(self.size - 1)]
         self._hears = threading.Condition()
         self._is_aborted = False
+        self._stays_on_node = config.numa == "distribute"
         self._is_closing = False
         ring = make_memory(_RING_BYTES)
         wakers = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(self.size - 1)]
@@ -84,7 +86,7 @@ class Executor(Ranks):
         self._descriptors = [ring, *wakers]
         given = {each.name: getattr(config, each.name) for each in fields(config)}
         changed = {each.name: given[each.name] for each in fields(config) if given[each.name] != each.default}
-        spins = self.size <= usable_cpus()
+        spins = self.size <= processor_share()
         starts = [
             Start(
                 changed,
@@ -118,6 +120,8 @@ class Executor(Ranks):
         self.folder.mkdir(mode=0o700)  # which the ranks wait for
         self._device = device
         self.group = open_group(self.folder, 0, self.size, device, timeout_s=PATIENCE_S)
+        if device.type == "cpu" and self._stays_on_node:
+            stay_on_node(0, self.size)
         shutil.rmtree(self.folder, ignore_errors=True)
         return self.group
 

@@ -36,6 +36,7 @@ from engine.runtime.pool.groups import regroup
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.pool_size import resolve_kv_dtype
 from engine.settings.engine_config import EngineConfig
+from engine.system.numa import stay_on_node
 
 if TYPE_CHECKING:
     from engine.runtime.execution.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
@@ -78,6 +79,8 @@ class Worker:
         while not folder.exists():  # however long the others import their modules
             time.sleep(_POLL_S)
         self._group: Group = open_group(folder, start.rank, start.size, device, timeout_s=start.timeout_s)
+        if device.type == "cpu" and config.numa == "distribute":
+            stay_on_node(start.rank, start.size)
         self._model: CausalLM = load_model(config, device, resolve_dtype(config, device), _ignore, self._group)
         share_threads(start.num_threads, self._model)
         self._dtype = resolve_kv_dtype(config.kv_cache_dtype, self._model.dtype, self._model.states)

@@ -111,6 +111,12 @@ class EngineConfig:
         at_least=1,
         at_most=1024,  # thread libraries end the process where the system gives no more
     )
+    numa: str = _device(
+        "distribute",
+        "",
+        "on a machine with several memory nodes: pages in turns on all of them, and ranks on one each; or all as numactl has it",
+        choices=("distribute", "numactl"),
+    )
     tensor_parallel_size: int = _device(
         1,
         "N",

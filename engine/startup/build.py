@@ -67,6 +67,7 @@ from engine.sources.draft_source import config_path, fetch_models
 from engine.startup.fingerprint import ModelContent, layout, reading
 from engine.startup.speculation import Speculation, load_speculation
 from engine.startup.stores import open_tiers
+from engine.system.numa import spread_pages
 from engine.system.progress import human_bytes
 
 if TYPE_CHECKING:
@@ -293,6 +294,8 @@ def _prepare_device(config: EngineConfig, report: ReportProgress) -> tuple[torch
     """Return the device and the model's dtype, with kernels loaded and whatever can be checked early checked."""
     device = resolve_device(config.device)
     if device.type == "cpu":
+        if config.numa == "distribute" and config.tensor_parallel_size == 1 and (num_nodes := spread_pages()) > 1:
+            report(Progress("memory", f"pages in turns on {num_nodes} nodes"))
         load_kernels(config.cpu_kernels, report)
     else:
         choose_kernels("off")  # otherwise they would be compiled for nothing, at the first start on a machine

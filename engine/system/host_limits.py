@@ -7,6 +7,7 @@ once, at start-up; no torch.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,17 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Return the processors, at least 1; a fraction counts as one. `root` is for tests."""
-    return max(1, min([_allowed(), *_quotas(root)]))
+    """Return the processors to use, at least 1. `root` is for tests.
+
+    A quota's fraction counts as one from three quarters on. Under 1.5 processors a team of two threads, which is suspended for
+    a quarter of the time, gives one request 184 tokens/s, and a single thread 225; eight requests 739 and 715.
+    """
+    return max(1, math.floor(processor_share(root) + 0.25))
+
+
+def processor_share(root: Path = Path("/")) -> float:
+    """Return the processors that can be kept busy all the time: where a quota has a fraction, with that."""
+    return min([_allowed(), *_quotas(root)])
 
 
 def _allowed() -> int:
@@ -30,14 +40,14 @@ def _allowed() -> int:
         return os.cpu_count() or 1
 
 
-def _quotas(root: Path) -> Iterator[int]:
-    """Yield the quota of each control group, rounded up."""
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the quota of each control group, in processors."""
     for folder, is_first_version in _group_folders(root, "cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first_version else ("cpu.max",)
         numbers = " ".join(read(folder / name) for name in names).split()
         if len(numbers) == 2 and all(number.isdecimal() for number in numbers):  # "max" and -1 are no limit
             quota, period = map(int, numbers)
-            yield -(-quota // period)
+            yield quota / period
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.system.host_limits import usable_cpus
+from engine.system.host_limits import processor_share, usable_cpus
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,9 @@ def machine(root: Path, files: dict[str, str]) -> Path:
         ({}, 8),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 3),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "10000 100000\n"}, 1),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2.5),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "380000 100000\n"}, 3.8),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "10000 100000\n"}, 0.1),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "1600000 100000\n"}, 8),
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "300000 100000\n"}, 3),
         ({"proc/self/cgroup": "0::/on/the/host\n", "sys/fs/cgroup/cpu.max": "100000 50000\n"}, 2),
@@ -46,5 +47,7 @@ def machine(root: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_the_tightest_group_binds(tmp_path: Path, files: dict[str, str], expected: int) -> None:
-    assert usable_cpus(machine(tmp_path, files)) == expected
+def test_the_tightest_group_binds(tmp_path: Path, files: dict[str, str], expected: float) -> None:
+    root = machine(tmp_path, files)
+    assert processor_share(root) == expected
+    assert usable_cpus(root) == (4 if expected == 3.8 else max(1, int(expected)))

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.core.errors import ConfigError
 from engine.runtime.native.library import GroupArgs, Library, native
 from engine.runtime.parallel.group import SINGLE, Group, guarded, place
-from engine.system.host_limits import usable_cpus
+from engine.system.host_limits import processor_share
 
 _SPINS = 10_000  # looks at another rank, a few hundred us, before a rank yields its core
 
@@ -51,7 +51,7 @@ class SharedMemoryGroup(Group):
             ) from None
         finally:
             os.close(file)
-        is_crowded = size * library.num_threads > usable_cpus()
+        is_crowded = size * library.num_threads > processor_share()
         self._view = (c_char * num_bytes).from_buffer(self._memory)
         self._args = GroupArgs(addressof(self._view), int(timeout_s * 1000), rank, size, 0 if is_crowded else _SPINS)
         self.address = addressof(self._args)
