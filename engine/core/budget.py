@@ -106,8 +106,6 @@ class StepTime:
     An error counts relative to the step's duration, or to the estimate if that is longer: an interruption moves it little.
     """
 
-    __slots__ = ("_num_chunks", "_products", "_totals", "costs")
-
     def __init__(self) -> None:
         self.costs = Costs()
         self._products = [[0.0] * len(self.costs) for _ in self.costs]  # of two features each, summed over past steps
@@ -161,8 +159,6 @@ class StepTime:
 
 class StepBudget:
     """Sets the size of each step, and learns from its duration."""
-
-    __slots__ = ("_limit", "_max_tokens", "_num_skipped", "beside", "num_states", "target_ttft_s", "times")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.times = StepTime()

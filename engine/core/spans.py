@@ -69,8 +69,6 @@ class VectorMaker(Protocol):
 class Missing:
     """Spans whose vectors are not made yet: those that prompts have come to in the last plan, in order, by digest."""
 
-    __slots__ = ("digests", "has")
-
     def __init__(self) -> None:
         self.has: Callable[[bytes], bool] = lambda _: True  # whether vectors are there
         self.digests: dict[bytes, None] = {}

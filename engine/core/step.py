@@ -306,8 +306,6 @@ _Row = tuple[int, int, int, Params, list[int]]  # the first fields of a slice
 class Rows:
     """The rows of one runner. `follow` takes every plan in order, `learn` every result."""
 
-    __slots__ = ("_decodes", "_rows")
-
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}  # by slot
         self._decodes: dict[int, tuple[int, int, int, Params, list[int], tuple[Sample, ...]]] = {}

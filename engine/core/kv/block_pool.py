@@ -18,22 +18,6 @@ from engine.core.kv.eviction import EvictionOrder, Lru, Ranked, make_order
 class BlockPool:
     """alloc / fork / free over `num_blocks` blocks; writers copy shared ones (`is_shared`)."""
 
-    __slots__ = (
-        "_cached",
-        "_free",
-        "_indexed",
-        "_notes_finds",
-        "_on_evict",
-        "_passed",
-        "_pinned",
-        "_refs",
-        "_spared",
-        "max_pinned",
-        "num_blocks",
-        "num_owed",
-        "version",
-    )
-
     def __init__(self, num_blocks: int, eviction: str = "lru", max_pinned: int = 0) -> None:
         self.num_blocks = num_blocks
         self.max_pinned = max_pinned

@@ -34,8 +34,6 @@ _MAX_TURNOVERS = 4
 class Lru(OrderedDict[int, None]):
     """Least recently released first; a find needs no note, because its holder releases it later."""
 
-    __slots__ = ()
-
     # The ordered dict's methods: a Python function would double the cost. A plain dict is no faster in the middle and
     # takes 0.5 to 1.5 us to find its first key once others before it are gone; this one takes 0.1.
     add = OrderedDict.setdefault
@@ -57,8 +55,6 @@ class Slru:
     Blocks beyond the second queue's bound fall back to the first, and blocks that stayed there while the pool was
     turned over several times are evicted: they are no longer found.
     """
-
-    __slots__ = ("_found", "_max_protected", "_num_evicted", "_patience", "_probation", "_protected")
 
     def __init__(self, num_blocks: int) -> None:
         self._max_protected = int(num_blocks * _PROTECTED_SHARE)
@@ -119,8 +115,6 @@ class Ranked:
 
     Starting above the last evicted key ages the counts (GreedyDual): a released block starts above long unused ones.
     """
-
-    __slots__ = ("_entries", "_floor", "_heap", "_next_tick", "_weight_of", "_worth", "_worth_of")
 
     def __init__(self, worth: Callable[[int], int], blocks: Iterable[int] = ()) -> None:
         """`worth` is the value of finding a block, by the number of blocks found from it on; `blocks` are added first."""

@@ -54,18 +54,6 @@ class Group(BlockIndex):
     blocks that the last `window` - 1 positions before it are in. Contents are named by the block at whose end they stand.
     """
 
-    __slots__ = (
-        "_block_size",
-        "_branches",
-        "_config",
-        "_every",
-        "_kept",
-        "_listener",
-        "_suffixes",
-        "_window",
-        "number",
-    )
-
     def __init__(self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Below | None = None) -> None:
         """The pool is that of the layers with full attention; `listener` takes what prompts may branch from."""
         super().__init__(config.num_blocks, pool=cache.pool)
@@ -184,8 +172,6 @@ class Group(BlockIndex):
 
 class WindowGroup(Group):
     """A group whose layers attend to the last positions only, and its page tables."""
-
-    __slots__ = ()
 
     def begin(self, seq: Sequence, num_blocks: int, saved: Seq[int] | None) -> int:
         """Give a sequence the window at a boundary, or that of its ticket; returns the blocks that it takes of the pool.

@@ -21,8 +21,6 @@ from engine.core.sequence import Sequence
 class HostTier(BlockIndex):
     """Host blocks, and the copies to them that plans have to make."""
 
-    __slots__ = ("_block_size", "_due", "_num_copies", "_tickets", "is_given_up", "origins")
-
     def __init__(
         self, num_blocks: int, block_size: int, eviction: str, pins: Container[bytes] = (), max_pinned: int = 0
     ) -> None:

@@ -19,8 +19,6 @@ from engine.core.stats import Stats
 class Pins:
     """The pinned contents; `until` has the end of each."""
 
-    __slots__ = ("_heap", "_max_pinned", "_num_kept", "_stats", "targets", "until")
-
     def __init__(self, stats: Stats, max_pinned: int) -> None:
         self._stats = stats
         self._max_pinned = max_pinned

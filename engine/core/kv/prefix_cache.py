@@ -86,8 +86,6 @@ _UNHEARD = Holdings()
 class BlockIndex:
     """Finds the blocks of a pool by name; contents in `pins` are evicted last. Indexes may share a pool."""
 
-    __slots__ = ("_block_of", "_name_of", "_pins", "holdings", "pool")
-
     def __init__(
         self,
         num_blocks: int,
@@ -172,8 +170,6 @@ class Listener(Protocol):
 class PrefixCache(BlockIndex):
     """An index over the pool's blocks, by the tokens that lead to them."""
 
-    __slots__ = ("_listener", "block_size", "dependents")
-
     def __init__(
         self,
         num_blocks: int,
@@ -239,8 +235,6 @@ class PrefixCache(BlockIndex):
 
 class Unkept(PrefixCache):
     """The first group of a model without full attention: it has any block, and none takes memory."""
-
-    __slots__ = ()
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Do nothing."""

@@ -46,8 +46,6 @@ WORTH = 4  # an answer's end goes below the pool if it saves this part of what K
 class RecurrentGroup(Group):
     """The slots that sequences hold. A snapshot's blocks are the parts of one content, at the boundary's last block."""
 
-    __slots__ = ("_left",)
-
     def __init__(self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Below | None = None) -> None:
         super().__init__(number, config, cache, listener)
         self._left = dict[bytes, None]()  # the snapshots that a prompt was seen to leave, those found last at the end

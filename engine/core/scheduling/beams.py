@@ -230,8 +230,6 @@ class BeamGroup:
 class BeamSearches:
     """Advances a search once the next tokens of all of its beams are known."""
 
-    __slots__ = ("_kv", "_queue", "_recorder")
-
     def __init__(self, kv: KVCacheManager, queue: RunningQueue, recorder: StatsRecorder) -> None:
         self._kv, self._queue, self._recorder = kv, queue, recorder
 

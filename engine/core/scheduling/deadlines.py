@@ -22,8 +22,6 @@ from engine.core.types import SamplingParams
 class Deadlines:
     """The waiting sequences that have deadlines."""
 
-    __slots__ = ("_heap", "_kv", "_max_step_tokens", "_num_kept", "_times", "_tokens_a_step")
-
     def __init__(self, kv: KVCacheManager, times: StepTime, config: SchedulerConfig) -> None:
         self._kv, self._times, self._max_step_tokens = kv, times, config.max_num_batched_tokens
         self._tokens_a_step = 1 + config.num_speculative_tokens  # most that a step can sample for one sequence

@@ -30,8 +30,6 @@ _FADING = 0.997  # weight of a sequence's chance at each step without drafts: it
 class DraftPlanner:
     """Adds drafts to a plan that is otherwise complete, and learns from how many are accepted."""
 
-    __slots__ = ("_costs", "_has_states", "_kv", "_max_drafts", "_max_rows", "_num_checked", "_stats")
-
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, stats: Stats) -> None:
         self._kv, self._stats = kv, stats
         self._max_drafts, self._costs = config.num_speculative_tokens, config.draft_costs

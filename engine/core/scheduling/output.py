@@ -26,8 +26,6 @@ Entries = list[TokenEvent | PlainTokens]
 class OutputProcessor:
     """Turns results into events, and removes sequences that end or are preempted."""
 
-    __slots__ = ("_beams", "_drafts", "_kv", "_processed_s", "_queue", "_recorder", "num_leaving")
-
     def __init__(
         self, kv: KVCacheManager, queue: RunningQueue, recorder: StatsRecorder, drafts: DraftPlanner | None
     ) -> None:

@@ -24,17 +24,6 @@ _is_background = attrgetter("is_background")
 class RunningQueue:
     """Moves sequences between the waiting queues, the parked ones and the running ones."""
 
-    __slots__ = (
-        "_next_seq_id",
-        "_recorder",
-        "background",
-        "foreground",
-        "num_with_spans",
-        "parked",
-        "requests",
-        "running",
-    )
-
     def __init__(self, recorder: StatsRecorder, config: SchedulerConfig) -> None:
         self.foreground, self.background = make_queue(config.policy), make_queue(config.policy)
         self.running: list[Sequence] = []

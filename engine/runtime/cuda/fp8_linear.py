@@ -21,8 +21,6 @@ _MAX = tl.constexpr(3.4028234663852886e38)
 class Fp8Linear:
     """y = x W^T + b in bfloat16, with a weight in float8_e4m3fn that is filled row by row."""
 
-    __slots__ = ("bias", "scales", "weight")
-
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         assert weight.is_contiguous()
         self.weight, self.bias = weight, bias

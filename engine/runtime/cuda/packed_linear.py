@@ -22,8 +22,6 @@ _OUTPUTS = 32  # rows of a matrix that a program decodes
 class PackedProduct:
     """y = x W^T + b in x's type; a Product."""
 
-    __slots__ = ("rows",)
-
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 

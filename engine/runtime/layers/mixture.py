@@ -42,8 +42,6 @@ _SMALLEST_SUM = 1e-20  # added to a sum of sigmoids before a division, as in Dee
 class Router:
     """Chooses experts for each token, and weighs them. Float32 in every model type."""
 
-    __slots__ = ("_config", "correction", "expert_scale", "linear")
-
     def __init__(self, config: RouterConfig, hidden_size: int, make: Maker) -> None:
         self._config = config
         make = make._replace(dtype=torch.float32, scheme=Scheme(make.scheme.storage))

@@ -21,8 +21,6 @@ from engine.runtime.schemes.linear import Dense, Linear, Product
 class CudaExperts:
     """The experts of one layer, without their router."""
 
-    __slots__ = ("_activation", "_down", "_gate_up")
-
     def __init__(self, gate_up: Rows, down: Rows, activation: Activation | Clamp) -> None:
         self._gate_up, self._down, self._activation = gate_up, down, activation
 

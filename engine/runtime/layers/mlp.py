@@ -27,8 +27,6 @@ def widths_of(activation: Activation, width: int) -> dict[str, int]:
 class MLP:
     """down(act(gate x) * up x), gate and up from one matrix; or down(act(up x))."""
 
-    __slots__ = ("_down", "_gate_up", "_group")
-
     is_capturable = True
     lacking = ""
 

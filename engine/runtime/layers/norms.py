@@ -31,8 +31,6 @@ class RMSNorm:
     With an offset the scale is 1 + weight and stays in float32, as Gemma needs it.
     """
 
-    __slots__ = ("_eps", "weight")
-
     def __init__(self, make: Maker, name: str, size: int, config: ModelConfig) -> None:
         self.weight = make.tensor(f"{name}.weight", size, dtype=torch.float32 if _is_wide(config) else None)
         self._eps = config.norm_eps
@@ -54,8 +52,6 @@ def _is_wide(config: ModelConfig) -> bool:
 class NoNorm:
     """A norm that does nothing."""
 
-    __slots__ = ()
-
     weight = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -68,8 +64,6 @@ class NoNorm:
 
 class HeadNorm:
     """RMSNorm of every query and key head, in one pass over [T, heads, head_dim]; without key heads of queries alone."""
-
-    __slots__ = ("_heads", "_is_wide", "_scale", "eps", "k", "q")
 
     def __init__(self, config: ModelConfig, heads: HeadsConfig, make: Maker) -> None:
         self.q = self.k = RMSNorm(make, "q_norm", heads.head_dim, config)
@@ -91,8 +85,6 @@ class HeadNorm:
 
 class FullNorm:
     """RMSNorm of all query heads as one vector, and of all key heads as another."""
-
-    __slots__ = ("_eps", "_num_heads", "_shards", "k", "q")
 
     def __init__(self, config: ModelConfig, heads: HeadsConfig, make: Maker) -> None:
         make = make._replace(plan={"q_norm": colwise("heads"), "k_norm": colwise("kv_heads")})

@@ -44,8 +44,6 @@ class LowRank(NamedTuple):
 class LoraAdapter:
     """The matrices of an adapter, and what requests name it by."""
 
-    __slots__ = ("__weakref__", "digest", "layers", "name", "native")
-
     def __init__(self, name: str, digest: bytes, layers: Sequence[Sequence[LowRank | None]]) -> None:
         """`layers` has an entry for each layer, with an entry for each AdaptedMatrix."""
         self.name, self.digest, self.layers = name, digest, layers
@@ -89,8 +87,6 @@ def _low(low_rank: LowRank, x: Tensor) -> Tensor:
 
 class NativeAdapters:
     """A step's groups for the native library; `args` is valid while this lives."""
-
-    __slots__ = ("_layers", "_of_rows", "args")
 
     def __init__(self, groups: Sequence[AdapterRows], num_rows: int) -> None:
         self._of_rows = torch.full((num_rows,), -1, dtype=torch.int32)

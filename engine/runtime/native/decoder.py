@@ -192,8 +192,6 @@ class NativeDecoder:
 class Mixture:
     """The description of a router and its experts."""
 
-    __slots__ = ("_arrays", "_correction", "_description", "_dtype", "_expert_scale", "_library")
-
     def __init__(
         self,
         library: Library,

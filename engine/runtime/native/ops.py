@@ -104,8 +104,6 @@ PackedAddend = tuple[Tensor, Tensor, LinearArgs]
 class NativeLinear:
     """A matrix [outputs, inputs] in a packed form of the library: y = x W^T + b, with the same bits in any batch."""
 
-    __slots__ = ("_bias", "_library", "_packed", "_scales", "args")
-
     def __init__(
         self,
         library: Library,
@@ -267,8 +265,6 @@ def rows_of(weight: Tensor) -> StoredRows:
 
 class NativeHeads:
     """A matrix for each head, in the panels of one matrix, with the same bits in any batch."""
-
-    __slots__ = ("_heads", "_library", "_product")
 
     def __init__(self, library: Library, product: NativeLinear, num_heads: int, num_outputs: int) -> None:
         """The product's rows are the heads', each with its `num_outputs` and others up to a multiple of PANEL."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 class OpenFile:
     """A file that is open for reading as long as this object lives."""
 
-    __slots__ = ("number", "path")
-
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         self.path = path

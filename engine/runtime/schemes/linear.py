@@ -84,8 +84,6 @@ class Linear:
     With an activation the weight is gates and then as many ups, and y = activation(gates x) * ups x; squared ReLU has no gates.
     """
 
-    __slots__ = ("activation", "product")
-
     def __init__(self, product: Product, activation: Activation | None = None) -> None:
         """A native product must have been packed for the same activation."""
         self.product = product
@@ -134,8 +132,6 @@ class Linear:
 class Embedding:
     """A matrix [vocabulary, hidden] whose rows are looked up; perhaps that of a head."""
 
-    __slots__ = ("weight",)
-
     def __init__(self) -> None:
         self.weight: NativeLinear | Tensor = torch.empty(0)  # until it is loaded
 
@@ -151,8 +147,6 @@ class Embedding:
 
 class ShardedEmbedding(Embedding):
     """Some rows of an embedding, and the ranks that have the others."""
-
-    __slots__ = ("_first", "_group", "_num")
 
     def __init__(self, group: Group, first: int, num: int) -> None:
         super().__init__()
@@ -170,8 +164,6 @@ class ShardedEmbedding(Embedding):
 class Dense:
     """A weight of floats [outputs, inputs], multiplied by torch."""
 
-    __slots__ = ("bias", "weight")
-
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
 
@@ -188,8 +180,6 @@ class Dense:
 
 class DenseHeads:
     """A matrix of floats for each head, multiplied by torch."""
-
-    __slots__ = ("_weight",)
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` is [heads, outputs, inputs]."""
