@@ -747,6 +747,33 @@ def test_quantisation(name: str, has_library: bool, tmp_path: Path, monkeypatch:
         np.testing.assert_allclose(found.numpy(), values, atol=0.03)
 
 
+@pytest.mark.parametrize("has_library", [True, False])
+def test_nvfp4_has_a_second_scale(has_library: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number for a matrix, in a tensor of its own, and one for each expert of a stack."""
+    if not has_library:
+        monkeypatch.setattr(library_module, "native", lambda: None)
+    case, names, extra = ARCHITECTURES["llama/experts"]
+    theirs = save_tiny(Case(case.config, case.settings | {"hidden_size": 64}), tmp_path / "hf")
+    plain = convert(theirs, "llama", names)
+    stored, files = dict(plain), {}
+    for role, factors in (("attn_q", [4.0]), ("attn_output", [0.25]), ("ffn_up_exps", [0.5, 2.0, 3.0, 1.0])):
+        name, values = f"blk.1.{role}.weight", plain[f"blk.1.{role}.weight"][0]
+        rows = quantised(values, Kind.NVFP4)
+        floats = floats_of(rows.reshape(-1, rows.shape[-1]), Kind.NVFP4).numpy().reshape(len(factors), -1)
+        floats *= np.array(factors, np.float32)[:, None]
+        plain[name] = floats.reshape(values.shape), Kind.F32
+        scales = np.array(factors, np.float32), Kind.F32
+        stored |= {name: (values, Kind.NVFP4), f"blk.1.{role}.scale": scales, f"blk.1.{role}.input_scale": scales}
+    for file, tensors in (("plain", plain), ("stored", stored)):
+        files[file] = write(tmp_path / f"{file}.gguf", "llama", theirs.config, tensors, **extra)
+    ids = torch.arange(3, 33)
+    expected = logits_of(load(files["plain"], quantization="none"), ids, [30])
+    found = logits_of(load(files["stored"], quantization="none"), ids, [30])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    as_stored = logits_of(load(files["stored"], dtype="auto"), ids, [30])
+    assert ((as_stored - expected).norm(dim=-1) / expected.norm(dim=-1)).quantile(0.5) < 0.05
+
+
 def test_llama3_rope_factors_come_from_their_tensor(tmp_path: Path) -> None:
     """Llama 3.1 files hold their rope scaling as one factor for each pair of dimensions, and no metadata of it."""
     theirs = save_tiny(CASES["llama-llama3"], tmp_path / "hf")

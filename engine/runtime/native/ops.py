@@ -224,6 +224,7 @@ def stored_args(part: StoredRows | RepackedRows) -> RowsArgs:
         args.row_bytes, args.num_rows, args.kind = part.row_bytes, part.num_rows, part.kind
         return args
     args = RowsArgs(offset=part.offset, row_bytes=part.rows.shape[1], num_rows=len(part.rows), kind=part.kind)
+    args.factor = part.factor
     if part.file is not None:
         args.file, args.step = part.file.number, part.rows.strides[0]
     else:
@@ -383,7 +384,7 @@ def format_for(kinds: Sequence[int]) -> WeightFormat:
 def dequantise(library: Library, stored: StoredRows, out: Tensor) -> None:
     """Write rows as floats to `out` [rows, inputs]: contiguous, on the CPU, of one of DTYPES."""
     if stored.head_rows:
-        stored = StoredRows(stored.kind, in_halves(stored.rows, stored.head_rows))
+        stored = StoredRows(stored.kind, in_halves(stored.rows, stored.head_rows), factor=stored.factor)
     assert out.is_contiguous()
     assert len(out) == len(stored.rows)
     library.dequantise(DequantArgs(stored_args(stored), out.data_ptr(), out.shape[1], DTYPES[out.dtype]))

@@ -324,7 +324,8 @@ CONSTANT void read_short_block(int32_t kind, const uint8_t *row, int64_t b, stru
 }
 
 /* Weights 32 * b and on of a row of the file. */
-CONSTANT void read_block(int32_t kind, const uint8_t *grid, const uint8_t *row, int64_t b, struct block *to) {
+CONSTANT void read_block(int32_t kind, const struct stored_rows *from, const uint8_t *row, int64_t b, struct block *to) {
+    const uint8_t *grid = from->grid;
     int part = (int)(b % 8);
     to->table = NULL;
     to->min[0] = to->min[1] = 0;
@@ -359,6 +360,7 @@ CONSTANT void read_block(int32_t kind, const uint8_t *grid, const uint8_t *row, 
     case GGUF_IQ4_XS: read_iq4_xs(to, row + b / 8 * 136, part); break;
     default: read_short_block(kind, row, b, to); break;
     }
+    for (int i = 0; i < 2; i++) to->scale[i] *= from->factor;
 }
 
 #endif

@@ -126,7 +126,7 @@ CONSTANT void pack_rows_as(const struct quant_source *s, const uint8_t *rows, in
             uint8_t *out = (uint8_t *)s->packed + (size_t)(to / PANEL) * panel_bytes + (size_t)strip * block_bytes;
             out += strip / SUPER * quant_super_bytes(f);
             for (int64_t b = 0; b < after - strip; b++) {
-                read_block(kind, s->stored.grid, rows + (i - begin) * s->stored.row_bytes, strip + b, blocks + b);
+                read_block(kind, &s->stored, rows + (i - begin) * s->stored.row_bytes, strip + b, blocks + b);
                 note_head(f, blocks + b, &heads, b);
             }
             if (f.scale == SCALE_F16)
@@ -215,7 +215,7 @@ static void dequantise_tile(const void *context, const uint8_t *rows, int64_t be
             struct block block;
             float values[QBLOCK];
             uint16_t narrow[QBLOCK];
-            read_block(a->stored.kind, a->stored.grid, rows, b, &block);
+            read_block(a->stored.kind, &a->stored, rows, b, &block);
             block_values(&block, values);
             if (a->dtype == DT_BF16) narrow_bf16(values, narrow);
             for (int i = 0; i < QBLOCK && a->dtype == DT_F16; i++) narrow[i] = f32_to_f16(values[i]);

@@ -187,6 +187,7 @@ SHARED struct stored_rows {
     const struct packed_codes *codes; /* rows are made of these, which the file has; NULL: they are there as they are */
     int64_t offset, row_bytes, num_rows, step; /* step: bytes from a row to the next, if that is more than it has */
     int32_t kind, file; /* kind: GGUF's number for the type */
+    float factor;       /* of all weights; not 1 for NVFP4 alone, whose second scale lies elsewhere */
 };
 
 /* Rows to be packed as `format`; for WEIGHT_INT8 `kind` is a dtype. They become rows `first_row`

@@ -36,6 +36,7 @@ class StoredRows(NamedTuple):
     file: OpenFile | None = None
     offset: int = 0
     head_rows: int = 0  # not 0: the rows of a head are stored in pairs (0, d / 2), (1, d / 2 + 1) and so on
+    factor: float = 1.0  # of all numbers; NVFP4's second scale
 
     @property
     def num_rows(self) -> int:

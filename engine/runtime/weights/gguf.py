@@ -61,6 +61,7 @@ class GGUFTensor(NamedTuple):
     rows: np.ndarray
     file: OpenFile
     start: int
+    factor: float = 1.0  # of its numbers
 
     @property
     def path(self) -> str:
@@ -69,7 +70,7 @@ class GGUFTensor(NamedTuple):
 
     def stored(self, head_rows: int) -> StoredRows:
         """Return the rows and where they are."""
-        return StoredRows(int(self.kind), self.rows, self.file, self.start, head_rows)
+        return StoredRows(int(self.kind), self.rows, self.file, self.start, head_rows, self.factor)
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -98,12 +99,14 @@ class GGUFCheckpoint(Checkpoint):
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
         num_layers = num_read_layers(self.config)
         for name, whole in self._stored.items():
-            if name in _ROPE_TENSORS:
+            if name in _ROPE_TENSORS or self._is_second_scale(name):
                 continue
+            factors = self._factors(whole)
             for part in parts_of(self._arch, name, whole.shape, num_layers):
                 first = part.first_row
                 rows, start = whole.rows[first : first + part.num_rows], whole.start + first * whole.rows.shape[1]
-                tensor = whole._replace(shape=part.shape, rows=rows, start=start)
+                factor = factors[first * len(factors) // len(whole.rows)]
+                tensor = whole._replace(shape=part.shape, rows=rows, start=start, factor=factor)
                 stored = partial(self._stored_rows, tensor) if len(part.shape) > 1 else None
                 for each in names_of(self.config, part.name):
                     yield StoredTensor(
@@ -116,6 +119,18 @@ class GGUFCheckpoint(Checkpoint):
                         copy_rows=partial(self._copy_rows, tensor),
                         block=tensor.kind.block,
                     )
+
+    def _factors(self, tensor: GGUFTensor) -> list[float]:
+        """Return the factor of each of a tensor's matrices, which is NVFP4's second scale if the file has one."""
+        name = tensor.name.removesuffix("weight") + "scale"
+        return _values(self._stored[name]) if name in self._stored and self._is_second_scale(name) else [1.0]
+
+    def _is_second_scale(self, name: str) -> bool:
+        """Return whether a tensor scales weights in NVFP4, or their inputs, as converted checkpoints have it."""
+        stem, _, ending = name.rpartition(".")
+        weight = self._stored.get(f"{stem}.weight")
+        is_gemmas = self._arch == "gemma4" and name.endswith("ffn_down_exps.scale")  # which the model applies itself
+        return ending in ("scale", "input_scale") and weight is not None and weight.kind is Kind.NVFP4 and not is_gemmas
 
     def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
         self._copy_rows(tensor, self._stored_rows(tensor), target)
@@ -132,6 +147,8 @@ class GGUFCheckpoint(Checkpoint):
             offset = is_norm and self._arch in _OFFSET_NORMS
             rows = in_halves(stored.rows, stored.head_rows).reshape(len(matrix), -1)
             convert(rows, tensor.kind, matrix, np.float32(offset))
+            if stored.factor != 1:
+                matrix.mul_(stored.factor)
             if tensor.name.endswith(".ssm_a"):
                 target.neg_().log_()
 
@@ -184,7 +201,7 @@ def _dequantise(library: Library, stored: StoredRows, target: Tensor) -> None:
     rows = in_halves(stored.rows, stored.head_rows)
     for some, part in zip(np.split(rows, range(step, len(target), step)), target.split(step), strict=True):
         floats = torch.empty(part.shape, dtype=part.dtype)
-        dequantise(library, StoredRows(stored.kind, np.ascontiguousarray(some)), floats)
+        dequantise(library, StoredRows(stored.kind, np.ascontiguousarray(some), factor=stored.factor), floats)
         part.copy_(floats)
 
 
