@@ -1,7 +1,8 @@
 """Runs `quire serve`, from the settings to the end of the process.
 
 Settings and the files they name are checked first, then the port is bound. Torch is imported and weights are read on a
-thread, while the main thread makes the application, which answers 503 until they are there. Every fault before the server runs is one sentence and an exit status: 2 for a wrong setting, 1 for anything else; the
+thread, while the main thread makes the application, which answers 503 until they are there.
+Every fault before models are loaded is one sentence and an exit status: 2 for a wrong setting, 1 for anything else; the
 traceback is shown at --log-level debug. Torch stays behind build_engine.
 """
 
@@ -34,7 +35,7 @@ from engine.files.gguf_header import forget_headers
 from engine.settings.engine_config import EngineConfig
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import check_tokenizer_source, fetch, find_model, local_path
-from engine.startup.ahead import begin_weights, load_torch_libraries, runs_on_cpu
+from engine.startup.ahead import WeightMemory, begin_weights, load_torch_libraries, runs_on_cpu
 from engine.startup.model_check import ModelFacts, check_model
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
 from server.answers.model_memory import check_sum, memory_limit, memory_of, pool_share
@@ -269,8 +270,8 @@ def _serve(plans: Sequence[_Plan], listener: socket.socket) -> int:
             log.info("try: %s", _curl(_reachable(url), first[0].name, first[0].engine.facts, has_key=has_key))
 
     arbiter = Arbiter()
-    with _loading(plans, arbiter) as (loader, loads):
-        import_http()
+    memory = _begin(plans)
+    with _loading(plans, arbiter, memory) as (loader, loads):
         from server.daemon import run
 
         app = _make_app(plans, arbiter, loader, loads)
@@ -280,19 +281,36 @@ def _serve(plans: Sequence[_Plan], listener: socket.socket) -> int:
 def open_app(argv: Sequence[str]) -> FastAPI:
     """Return the application that `quire serve` would serve, loaded, for another HTTP server. Raises QuireError."""
     plans, arbiter = prepare_all(load_settings(argv)), Arbiter()
-    with _loading(plans, arbiter) as (loader, loads):
+    with _loading(plans, arbiter, _begin(plans)) as (loader, loads):
         return _make_app(plans, arbiter, loader, [load and load.result() for load in loads])
+
+
+def _begin(plans: Sequence[_Plan]) -> WeightMemory | None:
+    """Import FastAPI and torch, while memory for the weights of the first model gets its pages, which is returned.
+
+    The HTTP side comes after torch, although it would answer sooner: then weights are packed beside its imports.
+    """
+    first = next(plan for plan in plans if plan.at_start)
+    is_here = first.model.is_native and local_path(first.engine.model) is not None
+    memory = begin_weights(first.engine) if is_here else None
+    import_http()
+    import engine.startup.build  # noqa: F401 - imported for its duration
+
+    return memory
 
 
 @contextmanager
 def _loading(
-    plans: Sequence[_Plan], arbiter: Arbiter
+    plans: Sequence[_Plan], arbiter: Arbiter, memory: WeightMemory | None
 ) -> Iterator[tuple[ThreadPoolExecutor, list[Future[LoadedModel] | None]]]:
     """Load the models of the start on a thread, one after the other; stop them if the block raises."""
     is_over = Event()
     loader = ThreadPoolExecutor(1, "quire-loader")
+    given = iter([memory])
     loads = [
-        loader.submit(_load, plan, arbiter, lambda: not is_over.is_set(), None) if plan.at_start else None
+        loader.submit(_load, plan, arbiter, lambda: not is_over.is_set(), None, next(given, None))
+        if plan.at_start
+        else None
         for plan in plans
     ]
     try:
@@ -331,17 +349,23 @@ def _make_app(
     return make_app(served, limit, loader)
 
 
-def _load(plan: _Plan, arbiter: Arbiter, is_wanted: Callable[[], bool], show_bars: bool | None = False) -> LoadedModel:
+def _load(
+    plan: _Plan,
+    arbiter: Arbiter,
+    is_wanted: Callable[[], bool],
+    show_bars: bool | None = False,
+    memory: WeightMemory | None = None,
+) -> LoadedModel:
     """Return the engine, the tokenizer, and what prepares images for a model that takes some.
 
-    Raises NotWantedError once it is not wanted.
+    `memory` is for the weights, where it has been begun. Raises NotWantedError once it is not wanted.
 
     Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/startup/ahead.py):
 
         main thread                         the loader's thread                      other threads, in C
         settings, port, the model's header                                           torch's libraries are loaded
-        FastAPI, HTTP side, event loop      torch, engine.build                      memory for weights gets its pages
-                                            build_engine: matrices, pool, warm-up    weights are packed (native/packer.py)
+        FastAPI, torch, engine.build                                                 memory for weights gets its pages
+        HTTP side, event loop               build_engine: matrices, pool, warm-up    weights are packed (native/packer.py)
                                             tokenizer, on one more
 
     Two threads must not use the library transformers at the same time: it imports its modules on first use, and the second
@@ -360,7 +384,7 @@ def _load(plan: _Plan, arbiter: Arbiter, is_wanted: Callable[[], bool], show_bar
 
         if plan.model.is_native:
             plan = _fetch(plan, report)
-            engine, tokenizer = _load_beside(plan, report, undo, arbiter)
+            engine, tokenizer = _load_beside(plan, report, undo, arbiter, memory)
         else:
             from engine.startup.build import build_engine, check_foreign  # torch, seconds
 
@@ -407,10 +431,14 @@ def import_http() -> None:
 
 
 def _load_beside(
-    plan: _Plan, tell: Callable[[Progress], None], undo: ExitStack, arbiter: Arbiter
+    plan: _Plan,
+    tell: Callable[[Progress], None],
+    undo: ExitStack,
+    arbiter: Arbiter,
+    memory: WeightMemory | None,
 ) -> tuple[EngineHandle, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
-    memory = begin_weights(plan.engine)
+    memory = begin_weights(plan.engine) if memory is None else memory
     from engine.startup.build import build_engine  # torch
 
     with ThreadPoolExecutor(1) as aside, _short_turns():

@@ -40,6 +40,7 @@ from engine.llm.vectors import VectorMethods
 from engine.settings.engine_config import LoraModule
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import find_model
+from engine.startup.ahead import begin_weights
 from engine.startup.model_check import check_model
 from engine.system.progress import StartupProgress, run_bars
 from engine.text.channels import CHANNEL_NAMES
@@ -103,7 +104,8 @@ class LLM(VectorMethods):
 
         with StartupProgress() as startup, ExitStack() as undo:
             config = fetch_models(config, startup.report)
-            built = build_engine(config, startup.report)
+            memory = None if config.weights_cache is None else begin_weights(config)
+            built = build_engine(config, startup.report, memory)
             undo.callback(built.stop, 0.0)  # it may have processes and threads before it is started
             sampling = default_sampling(generation_config, override_generation_config, Path(config.model), logger)
             text = load_tokenizer(tokenizer or config.model, chat_template=chat_template, sampling=sampling)

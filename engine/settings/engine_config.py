@@ -137,6 +137,15 @@ class EngineConfig:
         "native kernels on a CPU; auto takes its best instruction set, off uses torch alone",
         choices=("auto", "off", "portable", "avx2", "avxvnni", "avx512", "avx512bf16", "neon_dot", "neon_bf16"),
     )
+    weights_cache: str | None = _device(
+        None,
+        "DIR",
+        "folder that keeps packed weights of models on a CPU; the next start maps them",
+        unset="weights are packed at every start",
+    )
+    weights_cache_size: int = _device(
+        16 << 30, "SIZE", "bytes of --weights-cache, such as 16GiB; files that were used longest ago go", at_least=1
+    )
     gpu_memory_utilization: float = _device(
         0.9, "SHARE", "share of the GPU's memory that Quire may use", above=0, at_most=1, is_essential=True
     )

@@ -8,9 +8,10 @@ first user. The order of a start is in server/serve.py. Imports no torch.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from ctypes import c_void_p
 from importlib import import_module
@@ -20,9 +21,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
+from typing import NamedTuple
 
 from engine.files.gguf_header import part_paths
 from engine.runtime.native.backed_memory import BackedMemory, find_touch
+from engine.runtime.native.packed_file import PackedFile
 from engine.runtime.native.rows import OpenFile
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import local_path
@@ -113,19 +116,46 @@ def weight_files(config: EngineConfig) -> list[Path]:
     return sorted(path.glob("*.safetensors")) if path.is_dir() else part_paths(path)
 
 
-def begin_weights(config: EngineConfig) -> BackedMemory | None:
+class WeightMemory(NamedTuple):
+    """Where packed weights will be: memory with pages, or a file that has them, or will have."""
+
+    memory: BackedMemory | None = None
+    kept: PackedFile | None = None
+
+
+def begin_weights(config: EngineConfig) -> WeightMemory:
+    """Begin to map weights that are packed already, or to read a model's files and back memory for what is packed."""
+    files = weight_files(config)
+    kept = _open_kept(config) if files else None
+    return WeightMemory(None if kept is not None and kept.is_found else _begin_packing(config, files), kept)
+
+
+def _open_kept(config: EngineConfig) -> PackedFile | None:
+    """Return the file of packed weights in --weights-cache, found or to be written; None without that setting."""
+    if config.weights_cache is None or not _packs(config) or config.tensor_parallel_size > 1:
+        return None
+    facts = (config.dtype, config.quantization, config.load_format, config.cpu_kernels, config.speculative_config)
+    model = json.dumps([str(Path(config.model).resolve()), *facts, config.hf_overrides, config.mmproj], default=str)
+    return PackedFile(Path(config.weights_cache).expanduser(), config.weights_cache_size, model)
+
+
+def _packs(config: EngineConfig) -> bool:
+    """Return whether rows of files will be packed on a CPU."""
+    return runs_on_cpu(config) and config.cpu_kernels != "off" and config.quantization != "int8"
+
+
+def _begin_packing(config: EngineConfig, files: Sequence[Path]) -> BackedMemory | None:
     """Begin to read a model's files, and return memory for packed weights, a little less than the files.
 
     Return None unless the weights will be packed on a CPU. Nothing is begun where the files would fill the memory.
     """
-    files = weight_files(config)
     num_bytes = sum(file.stat().st_size for file in files)
     if not num_bytes or num_bytes > available_memory() // 2:
         return None
     Thread(target=_read, args=(files,), name="read-ahead", daemon=True).start()
     if _SECOND_NODE.exists():  # the pages would all be of the node of the thread that touches them
         return None
-    if not runs_on_cpu(config) or config.cpu_kernels == "off" or config.quantization == "int8":
+    if not _packs(config):
         return None
     try:
         return BackedMemory(int(_SHARE * num_bytes))

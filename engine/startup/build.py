@@ -51,7 +51,6 @@ from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.load import load_model, load_vision, resolve_dtype
-from engine.runtime.native.backed_memory import BackedMemory
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.parallel.group import SINGLE
 from engine.runtime.pool import pool_size
@@ -64,6 +63,7 @@ from engine.runtime.stores.tier import Tier
 from engine.settings.engine_config import EngineConfig
 from engine.sources.adapter_config import check_folder, naming
 from engine.sources.draft_source import config_path, fetch_models
+from engine.startup.ahead import WeightMemory
 from engine.startup.fingerprint import ModelContent, layout, reading
 from engine.startup.speculation import Speculation, load_speculation
 from engine.startup.stores import open_tiers
@@ -185,7 +185,7 @@ class _Parts:
 def build_engine(
     config: EngineConfig,
     report: ReportProgress,
-    memory: BackedMemory | None = None,
+    memory: WeightMemory | None = None,
     *,
     hands_over: bool = False,
     arbiter: Arbiter | None = None,
@@ -201,7 +201,10 @@ def build_engine(
         library.stay_aside(stays=arbiter.is_alive)
     if config.tensor_parallel_size == 1:
         with reading(config, hands_over=hands_over) as content:
-            return _build(config, device, dtype, report, memory, content=content, arbiter=arbiter)
+            engine = _build(config, device, dtype, report, memory, content=content, arbiter=arbiter)
+        if memory is not None and memory.kept is not None:
+            memory.kept.write_later()
+        return engine
     from engine.ranks.executor import start_ranks
 
     executor = start_ranks(config, device)
@@ -221,7 +224,7 @@ def _build(
     device: torch.device,
     dtype: torch.dtype,
     report: ReportProgress,
-    memory: BackedMemory | None,
+    memory: WeightMemory | None,
     executor: Executor | None = None,
     content: ModelContent | None = None,
     arbiter: Arbiter | None = None,
@@ -310,16 +313,22 @@ def _prepare_device(config: EngineConfig, report: ReportProgress) -> tuple[torch
 
 
 @contextmanager
-def _weights_in(memory: BackedMemory | None) -> Iterator[None]:
-    """Let the native library place packed weights in `memory`; the rest of it is released."""
-    library = native()
+def _weights_in(place: WeightMemory | None) -> Iterator[None]:
+    """Let the native library place packed weights in memory, the rest of which is released, or find them in a file."""
+    library, (memory, kept) = native(), place or WeightMemory()
+    if library is None:
+        if memory is not None:
+            memory.release(0)
+        yield
+        return
     if memory is not None:
-        library.weights.use(memory) if library is not None else memory.release(0)
+        library.weights.use(memory)
+    library.kept = kept
     try:
         yield
     finally:
-        if library is not None:
-            library.weights.release()
+        library.kept = None
+        library.weights.release()
 
 
 def _scheduler_config(parts: _Parts) -> SchedulerConfig:

@@ -54,21 +54,21 @@ def test_memory_is_backed_ahead_and_what_is_left_is_given_back() -> None:
     memory = BackedMemory(32 * _MIB)
     arena = Arena()
     arena.use(memory)
-    first = arena.zeros(1000, dtype=torch.float32)
+    first = torch.from_numpy(arena.take(4000)).view(torch.float32)
     first.fill_(7)
     memory._thread.join()
     assert backed(memory) == 32 * _MIB or native() is None
     arena.release()
     assert backed(memory) <= 4 * _MIB
     assert torch.equal(first, torch.full((1000,), 7.0))
-    assert not arena.zeros(8 * _MIB, dtype=torch.uint8).any()
+    assert not arena.take(8 * _MIB).any()
 
 
 def test_a_tensor_that_does_not_fit_gets_other_memory() -> None:
     arena = Arena()
     arena.use(BackedMemory(4 * _MIB))
-    small, large = arena.zeros(100, dtype=torch.uint8), arena.zeros(5 * _MIB, dtype=torch.uint8)
-    small.fill_(1)
+    small, large = arena.take(100), arena.take(5 * _MIB)
+    small.fill(1)
     assert not large.any()
     arena.release()  # a second time
 
@@ -79,8 +79,8 @@ def test_a_tensor_that_does_not_fit_gets_other_memory() -> None:
 def test_memory_is_backed_only_for_weights_on_a_cpu(settings: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
     model = {"model": str(tmp_path / "model.gguf"), "device": "cpu"}
-    assert begin_weights(EngineConfig(**(model | settings))) is None
-    memory = begin_weights(EngineConfig(**model))
+    assert begin_weights(EngineConfig(**(model | settings))).memory is None
+    memory = begin_weights(EngineConfig(**model)).memory
     assert memory is not None
     assert len(memory.pages) == int(0.95 * _MIB)
     memory.release(0)
@@ -91,13 +91,13 @@ def test_memory_of_several_nodes_is_left_to_the_threads_that_pack(
 ) -> None:
     (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
     monkeypatch.setattr(ahead, "_SECOND_NODE", tmp_path)
-    assert begin_weights(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")) is None
+    assert begin_weights(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")).memory is None
 
 
 def test_memory_is_not_backed_where_little_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
     monkeypatch.setattr(ahead, "available_memory", lambda: _MIB)
-    assert begin_weights(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")) is None
+    assert begin_weights(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")).memory is None
 
 
 def test_torchs_libraries_may_be_loaded_ahead() -> None:
@@ -145,7 +145,7 @@ def packed(model: object) -> list[bytes]:
             visit(getattr(part, name, None))
 
     visit(model)
-    return [bytes(linear._packed.view(torch.uint8).flatten().numpy()) for linear in found.values()]
+    return [bytes(linear._packed) for linear in found.values()]
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.BF16])

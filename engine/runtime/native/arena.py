@@ -1,25 +1,23 @@
 """Allocates packed weights in large chunks on huge pages, to be read as one stream.
 
 Matrices are adjacent in the order they are packed, which is the order in which a step reads them. A chunk lives as long
-as any tensor in it. Start-up thread; an adapter that is loaded later has a separate arena, used by its loader's thread.
+as any matrix in it. Start-up thread; an adapter that is loaded later has a separate arena, used by its loader's thread.
 """
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import torch
-from torch import Tensor
 
 from engine.runtime import huge_pages
 from engine.runtime.native.backed_memory import BackedMemory
 
 _CHUNK = 32 << 20  # bytes
-_LINE = 64  # alignment of tensors
+_LINE = 64  # alignment of matrices
 
 
 class Arena:
-    """Hands out tensors, whose memory is freed with the last reference."""
+    """Hands out memory, which is freed with the last reference."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
@@ -27,22 +25,21 @@ class Arena:
         self._backed: BackedMemory | None = None  # the memory of the chunk, if it came from outside
 
     def use(self, memory: BackedMemory) -> None:
-        """Take the next tensors from `memory`, until it is full or released."""
+        """Take the next matrices from `memory`, until it is full or released."""
         self.release()
         self._chunk, self._used, self._backed = huge_pages.of_memory(memory.pages), 0, memory
 
     def release(self) -> None:
-        """Give back what is left of the memory of `use`, and begin another chunk: the next tensors may live longer."""
+        """Give back what is left of the memory of `use`, and begin another chunk: the next matrices may live longer."""
         if self._backed is not None:
             self._backed.release(len(self._backed.pages) - len(self._chunk) + self._used)
         self._chunk, self._used, self._backed = torch.empty(0, dtype=torch.uint8), 0, None
 
-    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of `shape`; fresh memory is zero, and none is used twice."""
-        num_bytes = math.prod(shape) * dtype.itemsize
+    def take(self, num_bytes: int) -> np.ndarray:
+        """Return so many bytes; fresh memory is zero, and none is used twice."""
         if self._used + num_bytes > len(self._chunk):
             self.release()
             self._chunk, self._used = huge_pages.zeros((max(num_bytes, _CHUNK),), torch.uint8), 0
         part = self._chunk[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // _LINE) * _LINE
-        return part.view(dtype).view(shape)
+        return part.numpy()

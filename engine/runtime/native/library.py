@@ -20,6 +20,7 @@ import torch
 from engine.core.errors import ComputeError, ConfigError, ModelLoadError
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.build import find_library
+from engine.runtime.native.packed_file import PackedFile
 from engine.runtime.native.packer import Packer
 from engine.runtime.native.structs import check_layout, mirror, structure
 
@@ -218,6 +219,7 @@ class Library:
         self.best_isa = Isa(functions.quire_best_isa())
         self.weights = Arena()
         self.packer = Packer()
+        self.kept: PackedFile | None = None  # while a model is loaded that has one
         self.isa = Isa.PORTABLE
         self.use_isa(self.best_isa)
         self.num_threads = 1

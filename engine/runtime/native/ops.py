@@ -122,19 +122,25 @@ class NativeLinear:
         y = activation(gates) * ups.
         """
         assert bias is None or (bias.dtype is dtype and bias.is_contiguous())
-        num_outputs, memory = sum(part.num_rows for part in parts), library.weights if arena is None else arena
+        num_outputs = sum(part.num_rows for part in parts)
         num_rows = -(-num_outputs // PANEL) * PANEL
         if weight_format in FLOAT_FORMATS.values():
-            self._packed = memory.zeros(num_rows, num_inputs, dtype=dtype)
+            num_bytes = num_rows * num_inputs * dtype.itemsize
         else:
             num_bytes = library.quant_bytes(weight_format, num_outputs, num_inputs)
-            self._packed = memory.zeros(num_bytes, dtype=torch.uint8)
+        codes = (weight_format, DTYPES[dtype], activation)
+        kept = library.kept if arena is None and weight_format is not WeightFormat.INT8 else None
+        key = None if kept is None else kept.key((*codes, num_inputs, library.isa), parts)
+        found = None if kept is None or key is None else kept.find(key, num_bytes)
+        self._packed = (library.weights if arena is None else arena).take(num_bytes) if found is None else found
+        if kept is not None and key is not None:
+            kept.add(key, self._packed)
         self._scales = torch.zeros(num_rows) if weight_format is WeightFormat.INT8 else None
         self._library, self._bias = library, bias
-        addresses = [None if each is None else each.data_ptr() for each in (self._packed, self._scales, bias)]
-        codes = (weight_format, DTYPES[dtype], activation)
-        self.args = LinearArgs(*addresses, num_outputs, num_inputs, *codes)
-        self._fill(parts)
+        addresses = [None if each is None else each.data_ptr() for each in (self._scales, bias)]
+        self.args = LinearArgs(self._packed.ctypes.data, *addresses, num_outputs, num_inputs, *codes)
+        if found is None:
+            self._fill(parts)
 
     @property
     def num_bytes(self) -> int:
