@@ -25,10 +25,6 @@ class Daemon(NamedTuple):
     port: int
     pid: int
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
 
 @contextlib.contextmanager
 def daemon(flags: Sequence[str]) -> Iterator[int]:

@@ -171,13 +171,6 @@ class FakeRunner:
         seconds = self._cost.seconds(plan) if self._cost is not None else 0.0
         return FakeStep(result, partial(self._sleep, seconds), [*written, *(block for _, block in plan.swap_in)])
 
-    def spoil(self, step: FakeStep) -> None:
-        """Lose the states that a step has written, which may be of any position, and what it has loaded: it had no memory."""
-        self._arriving = ()
-        for block in step.uncertain:
-            assert self._pages is not None
-            self._pages[block] = [-1] * self._block_size
-
     def transfer(self, transfer: Transfer, slots: dict[int, list[int]]) -> None:
         """Carry out what a Transport would, between host blocks and a store's `slots`."""
         if self._pages is not None:

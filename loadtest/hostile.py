@@ -310,7 +310,7 @@ def run(options: argparse.Namespace) -> int:
     if options.base_url:
         return _run(Target.parse(options.base_url, options.api_key), options.pid, options)
     with fake_daemon("5") as server:
-        return _run(Target.parse(server.url), server.pid, options)
+        return _run(Target.local(server.port), server.pid, options)
 
 
 def _run(target: Target, pid: int | None, options: argparse.Namespace) -> int:

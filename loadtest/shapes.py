@@ -1,4 +1,4 @@
-"""The shapes of the models of the comparison and of the GPU part."""
+"""The shapes of the models of the comparison."""
 
 from __future__ import annotations
 
@@ -51,11 +51,6 @@ class Shape:
         """Return the weights that a generated token multiplies, which include the head."""
         return self.layer_weights + self.vocab * self.hidden
 
-    @property
-    def kv_numbers(self) -> int:
-        """Return the numbers of K and V of one token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
     def config(self) -> dict[str, Any]:
         """Return its config.json."""
         return {
@@ -79,11 +74,7 @@ class Shape:
         }
 
 
-def _by_name(*shapes: Shape) -> dict[str, Shape]:
-    return {shape.name: shape for shape in shapes}
-
-
-COMPARED = _by_name(
+_SHAPES = (
     Shape("smollm2-135m", "llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e5, 1e-5, is_embedded=True),
     Shape("qwen2.5-0.5b", "qwen2", 24, 896, 14, 2, 64, 4864, 151936, 32768, 1e6, 1e-6, bias=True),
     Shape("qwen2.5-1.5b", "qwen2", 28, 1536, 12, 2, 128, 8960, 151936, 32768, 1e6, 1e-6, bias=True),
@@ -97,16 +88,4 @@ COMPARED = _by_name(
         has_qk_norm=True, more={"num_experts": 64, "norm_topk_prob": False},
     ),
 )  # fmt: skip
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-QWEN3_06B = Shape("qwen3-0.6b", "qwen3", 28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e6, 1e-6)
-LLAMA_8B = Shape(
-    "llama-3.1-8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, 5e5, 1e-5, is_tied=False,
-    more={"rope_scaling": _LLAMA3_ROPE},
-)  # fmt: skip
-ON_GPU = _by_name(QWEN3_06B, LLAMA_8B)
+COMPARED = {shape.name: shape for shape in _SHAPES}

@@ -80,7 +80,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run every policy in turn, print, write; 1 if a request failed."""
-    policies = options.policy or [*dict.fromkeys(_usual(options.router))]
+    kind = KINDS[options.router]
+    policies = options.policy or [*dict.fromkeys((kind.blind, kind.least_loaded, kind.aware))]
     runs = _read(options.json)
     with scratch(options.logs) as folder:
         if options.kill:
@@ -94,11 +95,6 @@ def run(options: argparse.Namespace) -> int:
                 _write(options, runs)
     show(runs)
     return int(any(each.seen.num_failed for each in runs))
-
-
-def _usual(router: str) -> tuple[str, str, str]:
-    kind = KINDS[router]
-    return kind.blind, kind.least_loaded, kind.aware
 
 
 def _routing(options: argparse.Namespace, policy: str) -> Routing:

@@ -6,28 +6,31 @@ The scheduler is the one that serves.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from engine.core.queues import POLICIES
-from loadtest.arguments import given, positive_int, share
+from engine.core.scheduling.admission import QueueLimits
+from loadtest.arguments import given, positive_float, positive_int, share
 from loadtest.errors import LoadtestError
 from loadtest.output import progress_bar, save_json
 from loadtest.plots import require_matplotlib
-from loadtest.simulation import shared_options
 from loadtest.simulation.closed_loop import Delays, Known, foresee
-from loadtest.simulation.costs import StepCosts
-from loadtest.simulation.figures import recording_figures, summarize
+from loadtest.simulation.costs import DEFAULT_COSTS, StepCosts
+from loadtest.simulation.figures import Targets, recording_figures, summarize
 from loadtest.simulation.fleet import capacity
 from loadtest.simulation.fleet_figures import show_fleet
 from loadtest.simulation.policies import POLICIES as CLOSED_POLICIES
 from loadtest.simulation.recording import is_recording, replay_recording
 from loadtest.simulation.replay import History, replay
+from loadtest.simulation.replica import Replica
 from loadtest.simulation.report import Row, show, show_fleets, show_recordings
 from loadtest.simulation.routers import ROUTERS
-from loadtest.simulation.trace import to_request, write_trace
+from loadtest.simulation.trace import TraceRequest, at_speed, clipped, read_trace, to_request, write_trace
 from loadtest.simulation.variants import groups_of, make_variants
+from loadtest.simulation.workloads import WORKLOADS, generate
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +39,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     each = ways.add_parser(
         "replay", help="run traces or workloads under schedulers, or a recording of `serve --record`"
     )
-    shared_options.add_options(each)
+    _add_shared(each)
     each.add_argument("--policy", nargs="+", choices=tuple(POLICIES), help="default: as calibrated")
     each.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests of the one workload as CSV")
     each.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
     each.set_defaults(simulate=_replay)
     fleet = ways.add_parser("fleet", help="find the requests a second that replicas can take within the targets")
-    shared_options.add_options(fleet)
+    _add_shared(fleet)
     fleet.add_argument("--policy", nargs=1, choices=tuple(POLICIES), help="default: as calibrated")
     fleet.add_argument("--replicas", type=positive_int, nargs="+", default=[1, 2, 4], metavar="N", help="default 1 2 4")
     fleet.add_argument(
@@ -88,19 +91,17 @@ def _replay(options: argparse.Namespace) -> int:
     costs = StepCosts.load(options.costs)
     variants = make_variants(costs.settings, options.policy, options.assignments)
     max_model_len = min(variant.config.max_model_len for variant in variants)
-    workloads = [
-        (shared_options.name(source), shared_options.rows(source, options, max_model_len)) for source in options.source
-    ]
+    workloads = [(_name(source), _rows(source, options, max_model_len)) for source in options.source]
     if options.save_trace:
         if len(workloads) > 1:
             raise LoadtestError(f"--save-trace writes one workload, and {len(workloads)} were named.")
         write_trace(options.save_trace, workloads[0][1])
-    targets, rows, histories = shared_options.targets(options), [], []
+    targets, rows, histories = _targets(options), [], []
     with progress_bar() as progress:
         task = progress.add_task("replays", total=len(workloads) * len(variants))
         for name, requests in workloads:
             for variant in variants:
-                new_replica = shared_options.new_replica(options)
+                new_replica = _new_replica(options)
                 history = replay(requests, variant.config, costs, depth=options.depth, new_replica=new_replica)
                 histories.append(history)
                 rows.append(Row(name, variant.name, summarize(history, targets)))
@@ -142,15 +143,15 @@ def _fleet(options: argparse.Namespace) -> int:
     with progress_bar() as progress:
         task = progress.add_task("fleets", total=len(options.replicas) * len(routers))
         for num in options.replicas:
-            rows = shared_options.rows(options.source[0], options, config.max_model_len, num_replicas=num)
+            rows = _rows(options.source[0], options, config.max_model_len, num_replicas=num)
             if rows[-1].arrival_s <= 0:
                 raise LoadtestError("a fleet cannot be sized for requests that all arrive at the same time.")
             if len(rows) * (1 - options.share) < 1:
                 print(f"{len(rows)} requests are too few to measure {options.share:.0%} of them.")
             for router in routers:
                 found[router, num] = capacity(
-                    rows, config, costs, num_replicas=num, router=ROUTERS[router], targets=shared_options.targets(options),
-                    share=options.share, depth=options.depth, new_replica=shared_options.new_replica(options),
+                    rows, config, costs, num_replicas=num, router=ROUTERS[router], targets=_targets(options),
+                    share=options.share, depth=options.depth, new_replica=_new_replica(options),
                 )  # fmt: skip
                 progress.advance(task)
     goal = f"{options.share:.0%} with TTFT up to {options.target_ttft_ms:g} ms and TPOT up to {options.target_tpot_ms:g} ms"
@@ -164,7 +165,7 @@ def _closed_fleet(options: argparse.Namespace, known: Known, routers: Sequence[s
     """Serve a closed loop of clients under each router's policy, and print what was cached and how long it took."""
     fleets = []
     for num in options.replicas:
-        rows = shared_options.rows(options.source[0], options, known.config.max_model_len)
+        rows = _rows(options.source[0], options, known.config.max_model_len)
         requests = [to_request(row, index) for index, row in enumerate(rows)]
         found = {
             router: foresee(requests, known, policy=router, num_daemons=num, num_clients=options.clients)
@@ -185,3 +186,68 @@ def _print_refusals(rows: Sequence[Row], histories: Sequence[History]) -> None:
         if history.refused:
             reason, total = next(iter(history.refused)), sum(history.refused.values())
             print(f"{row.workload}, {row.variant}: {total} refused, the first because: {reason} --clip cuts them.")
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of replay and fleet."""
+    named = "; ".join(f"{name} ({workload.summary})" for name, workload in WORKLOADS.items())
+    parser.add_argument("source", nargs="+", metavar="TRACE", help=f"a CSV file, a recording, or a workload: {named}")
+    parser.add_argument(
+        "--num", type=positive_int, metavar="N", help="requests, of a fleet each replica's; of a file, the first"
+    )
+    parser.add_argument("--rate", type=positive_float, metavar="R", help="requests a second of a workload")
+    parser.add_argument("--speed", type=positive_float, default=1.0, metavar="X", help="have all arrive so much faster")
+    parser.add_argument(
+        "--clip", action="store_true", help="cut requests that are too long for the model, instead of refusing them"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of workloads; default 0")
+    parser.add_argument(
+        "--costs", type=Path, default=DEFAULT_COSTS, metavar="FILE",
+        help="from `quire calibrate`; default: SmolLM2-135M on two Zen 5 cores",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", nargs="+", default=[], dest="assignments", metavar="FIELD=VALUE[,VALUE...]",
+        help="settings of the scheduler; several values are compared",
+    )  # fmt: skip
+    parser.add_argument(
+        "--depth", type=int, choices=(0, 1), default=0, help="steps planned ahead; default 0, as on a CPU"
+    )
+    parser.add_argument(
+        "--max-num-queued-reqs", type=positive_int, metavar="N", help="that may wait at a replica; more get 429"
+    )
+    parser.add_argument("--max-num-queued-tokens", type=positive_int, metavar="N", help="the same, tokens of prompts")
+    parser.add_argument("--target-ttft-ms", type=positive_float, default=1000.0, metavar="MS", help="default 1000")
+    parser.add_argument("--target-tpot-ms", type=positive_float, default=50.0, metavar="MS", help="default 50")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+
+
+def _name(source: str) -> str:
+    """Return the name of a workload in the figures."""
+    return source if source in WORKLOADS else Path(source).name
+
+
+def _rows(source: str, options: argparse.Namespace, max_model_len: int, *, num_replicas: int = 1) -> list[TraceRequest]:
+    """Return the requests of a workload or a file, in order of arrival."""
+    if source in WORKLOADS:
+        num = (options.num or WORKLOADS[source].num) * num_replicas
+        found = generate(source, num=num, rate=options.rate, seed=options.seed, max_model_len=max_model_len)
+    else:
+        if options.rate is not None:
+            raise LoadtestError("--rate is for workloads; the arrivals of a file are scaled with --speed.")
+        trace = read_trace(Path(source))
+        found = trace.requests[: options.num]
+        if trace.num_unanswered:
+            print(f"{source}: {trace.num_unanswered} lines without output are left out.")
+        if options.clip:
+            found = clipped(found, max_model_len)
+    return at_speed(found, options.speed)
+
+
+def _targets(options: argparse.Namespace) -> Targets:
+    """Return the targets of a good answer."""
+    return Targets(options.target_ttft_ms / 1e3, options.target_tpot_ms / 1e3)
+
+
+def _new_replica(options: argparse.Namespace) -> Callable[..., Replica]:
+    """Return a constructor of replicas with the queue limits of the options."""
+    return partial(Replica, limits=QueueLimits(options.max_num_queued_reqs, options.max_num_queued_tokens))

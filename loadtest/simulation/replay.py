@@ -18,7 +18,7 @@ from engine.core.errors import ClientError, OverloadedError
 from engine.core.types import FinishReason, Request, TokenEvent
 from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.replica import Replica
-from loadtest.simulation.routers import Router, one
+from loadtest.simulation.routers import Router, round_robin
 from loadtest.simulation.trace import TraceRequest, to_request
 
 _NUM_SAMPLES = 2000  # of a replica's state over the whole trace, about
@@ -95,7 +95,7 @@ def replay(
     *,
     depth: int = 0,
     num_replicas: int = 1,
-    router: Router = one,
+    router: Router = round_robin,
     new_replica: Callable[..., Replica] = Replica,
 ) -> History:
     """Simulate until everything is answered, from rows in order of arrival.

@@ -17,11 +17,6 @@ _MOST_LOAD, _SPARE_REQUESTS = 1.25, 4
 Router = Callable[[Sequence[Replica], TraceRequest, int], int]
 
 
-def one(_replicas: Sequence[Replica], _row: TraceRequest, _count: int) -> int:
-    """Return the only replica."""
-    return 0
-
-
 def round_robin(replicas: Sequence[Replica], _row: TraceRequest, count: int) -> int:
     """Return the replicas in turn."""
     return count % len(replicas)

@@ -238,7 +238,7 @@ def test_a_bad_url_is_one_sentence(url: str, capsys: pytest.CaptureFixture[str])
 def urls() -> Iterator[list[str]]:
     """Two fake daemons, in which a long prompt takes several steps."""
     with fake_daemon("5", "1024") as one, fake_daemon("5", "1024") as two:
-        yield [one.url, two.url]
+        yield [f"http://127.0.0.1:{each.port}" for each in (one, two)]
 
 
 def test_the_command_sweeps_and_writes(urls: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,7 +193,10 @@ class Driver:
         if len(self.launched) <= self.depth and self.scheduler.plan(self.now) is None and not self.launched:
             return set()
         for _, pending in self.launched:
-            self.runner.spoil(pending)
+            self.runner._arriving = ()  # what it has loaded is lost, and states that it has written
+            for block in pending.uncertain:
+                assert self.runner._pages is not None
+                self.runner._pages[block] = [-1] * self.runner._block_size
         self.launched.clear()
         events = self.scheduler.roll_back(self.now, failure)
         self.take(events)

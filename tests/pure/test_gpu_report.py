@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.shapes import COMPARED, LLAMA_8B, ON_GPU, QWEN3_06B, Shape
+from loadtest.shapes import COMPARED, Shape
 from tests.patience import PATIENCE_S
 from tools.gpu import __main__ as runner
 from tools.gpu import names, serving, suites
 from tools.gpu.figures import Figure, Findings, Notebook, Target, covered, read_findings
 from tools.gpu.limits import Limits, Rates
+from tools.gpu.models import LLAMA_8B, ON_GPU, QWEN3_06B
 from tools.gpu.parts import LIMIT_S, MACHINE, PARTS, STAGES, TARGETS
 from tools.gpu.report import Results
 from tools.gpu.task import Task

@@ -36,7 +36,7 @@ class Limits:
     ) -> None:
         self._shape, self._rates = shape, rates
         self._weight_bytes = shape.decode_weights * linear_bytes
-        self._kv_bytes = shape.kv_numbers * kv_bytes
+        self._kv_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * kv_bytes
 
     def decode_step_s(self, batch: int, total_context: float) -> float:
         """Return the seconds of a decode step; `total_context` is the sum over the batch."""

@@ -1,4 +1,4 @@
-"""Writes model folders for `--load-format dummy`: a config.json and a tokenizer.
+"""The shapes of the GPU part, and their model folders for `--load-format dummy`: a config.json and a tokenizer.
 
 Each byte and each word of `quire bench` is a token. Every other id has a name, so that all drawn tokens become text.
 """
@@ -12,6 +12,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from loadtest.shapes import Shape
 from loadtest.workload import WORDS
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+QWEN3_06B = Shape("qwen3-0.6b", "qwen3", 28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e6, 1e-6)
+LLAMA_8B = Shape(
+    "llama-3.1-8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, 5e5, 1e-5, is_tied=False,
+    more={"rope_scaling": _LLAMA3_ROPE},
+)  # fmt: skip
+ON_GPU = {shape.name: shape for shape in (QWEN3_06B, LLAMA_8B)}
 
 
 def write_model(shape: Shape, folder: Path) -> Path:

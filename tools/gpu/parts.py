@@ -9,9 +9,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from loadtest.shapes import ON_GPU
 from tools.gpu import names
 from tools.gpu.figures import Target
+from tools.gpu.models import ON_GPU
 from tools.gpu.task import Task
 
 

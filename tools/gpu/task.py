@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from loadtest.shapes import ON_GPU, Shape
+from loadtest.shapes import Shape
 from tools.gpu.figures import Notebook, read_findings
 from tools.gpu.limits import Limits, Rates
+from tools.gpu.models import ON_GPU
 
 COPY_BANDWIDTH = "copy bandwidth"
 BF16_RATE = "bf16 matrix rate"
