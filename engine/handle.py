@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from engine.core.config import SchedulerConfig
-from engine.core.page_table import Layout
 from engine.core.stats import Snapshot, Stats
 from engine.core.types import AbortCause, Adapter, Request, StepEvents
 from engine.files.vector_files import VectorSettings
@@ -24,6 +23,14 @@ from engine.text.grammars.spec import GrammarSpec, VocabularySource
 
 Deliver = Callable[[StepEvents], None]
 Reply = TypeVar("Reply")
+
+
+class Layout(NamedTuple):
+    """What two engines have to agree on to exchange blocks."""
+
+    fingerprint: str  # of the weights, the types and the layout of a block
+    block_size: int  # tokens
+    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from engine.core.errors import ConfigError, ParcelError
 from engine.core.kv.groups import Place, PrefixImport, places_at
 from engine.core.kv.prefix_cache import DIGEST_BYTES, name_block
-from engine.core.page_table import Layout
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
-from engine.handle import HandoverConfig, Missing, Offer, Prefix
+from engine.handle import HandoverConfig, Layout, Missing, Offer, Prefix
 from engine.inbox import EngineThread
 from engine.runtime.stores import listener
 from engine.runtime.stores.folder import KnownPart, Parcels
@@ -203,7 +202,7 @@ class Handover:
         """Copy blocks of a prompt out; return how many of them there are."""
 
         def read(scheduler: Scheduler, runner: Runner) -> int:
-            blocks = scheduler.kv.find_places(prefix.names, prefix.tokens, places)
+            blocks = scheduler.kv.find_places(prefix.names, places)
             runner.read_blocks(blocks, rows[: len(blocks)])
             return len(blocks)
 

@@ -30,14 +30,15 @@ from engine.core.errors import (
     DeviceMemoryError,
     EngineDeadError,
     ErrorValue,
+    HeadlessModelError,
     QuireError,
     ShuttingDownError,
 )
 from engine.core.kv.tiers import Transport
 from engine.core.page_table import waste
-from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
+from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_request
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.spans import Span, VectorMaker
+from engine.core.spans import Span
 from engine.core.stats import FailureCause
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
@@ -48,6 +49,7 @@ from engine.resources import EngineResources
 from engine.system.calls import on_thread
 
 if TYPE_CHECKING:
+    from engine.images import VectorMaker
     from engine.outbound.contents import Contents
     from engine.outbound.kv_events import KVEvents
 
@@ -156,10 +158,13 @@ class Engine:
 
     def submit(self, *requests: Request) -> None:
         """Queue requests, all or none; see EngineHandle."""
-        requests = tuple(map(self._whole, requests)) if self.config.whole_step else requests
+        if self.config.whole_step:  # each token of a prompt attends to all others
+            wholes = [replace(each, spans=(Span(0, len(each.prompt), b"", is_atomic=True),)) for each in requests]
+            requests = tuple(wholes)
         for request in requests:
-            if not self.facts.generates:
-                check_headless(request, self.facts.vectors.served)
+            asks_head = request.params.max_tokens or request.params.prompt_logprobs is not None
+            if asks_head and not self.facts.generates:
+                raise HeadlessModelError(self.facts.vectors.served)
             check_request(request, self.config)
         self._overload.check(
             self.clock(),
@@ -167,12 +172,9 @@ class Engine:
             num_unseen=self._inbox.num_requests,
             num_unseen_tokens=self._inbox.num_tokens,
         )
-        self._inbox.put_requests([Submission(_bare(request), self._resources.hold(request)) for request in requests])
-
-    @staticmethod
-    def _whole(request: Request) -> Request:
-        """Return a request whose prompt is computed in one step, because each of its tokens attends to all others."""
-        return replace(request, spans=(Span(0, len(request.prompt), b"", is_atomic=True),))
+        # Images are held apart until a request ends, and no longer.
+        bare = [replace(request, images=()) if request.images else request for request in requests]
+        self._inbox.put_requests(list(map(Submission, bare, map(self._resources.hold, requests))))
 
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
         """End a request (or one of its choices) early."""
@@ -453,8 +455,3 @@ def _close(part: Offload | KVEvents | VectorMaker | Runner | Control) -> None:
         part.close()
     except Exception as error:  # any: the other parts are closed too
         log.error("%s could not be closed: %s: %s", type(part).__name__, type(error).__name__, error)  # noqa: TRY400 - one line
-
-
-def _bare(request: Request) -> Request:
-    """Return a request without its images, which are held apart until it ends, and no longer."""
-    return replace(request, images=()) if request.images else request

@@ -66,7 +66,7 @@ def check_kv(kv: KVCacheManager, living: Collection[Living], in_flight: Iterable
     check_index(kv._cache, [*held, *imported], kv._others)
     assert kv.pool.num_owed == sum(seq.kv.num_owed for seq in living), "what sequences are owed is miscounted"
     check_tiers(kv.tiers, [step.loaded_hosts for step in in_flight])
-    check_pins(kv._pins)
+    check_pins(kv.pins)
 
 
 def check_tiers(tiers: Tiers, holders: Sequence[Sequence[int]]) -> None:

@@ -124,14 +124,6 @@ class SchedulerConfig:
         full = blocks_for(num_positions, self.block_size) if self.has_full else 0
         return full + windows + num_states * self.state_blocks
 
-    def _check_groups(self) -> None:
-        _require(
-            self.has_full or not self.num_host_blocks,
-            "Without layers that keep every position nothing is kept below the pool; leave out host memory.",
-        )
-        for window in self.windows:
-            _require(window >= 1, f"A window is {window} tokens; it must be at least 1.")
-
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
@@ -139,7 +131,12 @@ class SchedulerConfig:
         for name in ("target_itl_s", "target_ttft_s"):
             value = getattr(self, name)
             _require(value is None or 0.0 < value < inf, f"{name} is {value}; it must be a number of seconds above 0.")
-        self._check_groups()
+        _require(
+            self.has_full or not self.num_host_blocks,
+            "Without layers that keep every position nothing is kept below the pool; leave out host memory.",
+        )
+        for window in self.windows:
+            _require(window >= 1, f"A window is {window} tokens; it must be at least 1.")
         share = self.pinned_share
         _require(0.0 <= share < 1.0, f"pinned_share is {share}; it must be at least 0 and less than 1.")
         assert self.host_caching or not self.stores, "stores are behind host blocks"

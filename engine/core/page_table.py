@@ -26,14 +26,6 @@ def waste(lengths: Iterable[int], block_size: int) -> float:
     return 1 - used / held if held else 0.0
 
 
-class Layout(NamedTuple):
-    """What two engines have to agree on to exchange blocks."""
-
-    fingerprint: str  # of the weights, the types and the layout of a block
-    block_size: int  # tokens
-    block_bytes: int
-
-
 @dataclass(slots=True, eq=False)
 class Ticket:
     """The K/V of a preempted sequence's first `num_tokens` positions, in these host blocks.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 _PLACE = Struct("<3q")
 
@@ -51,19 +51,6 @@ class Chain(list[bytes]):
         copied = Chain(self, (), 1)
         copied.parts = self.parts
         return copied
-
-
-class VectorMaker(Protocol):
-    """Makes the vectors of images between steps, on the engine thread."""
-
-    def has(self, digest: bytes) -> bool:
-        """Return whether an image's vectors are there."""
-
-    def advance(self, digests: Sequence[bytes], seconds: float) -> None:
-        """Work on the vectors of the first of some images, which requests hold, for about so long."""
-
-    def close(self) -> None:
-        """End the work."""
 
 
 class Missing:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.page_table import Layout
 from engine.files.file_digests import FileDigests
+from engine.handle import Layout
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.native.build import source_digest
 from engine.runtime.native.library import native

@@ -38,6 +38,9 @@ class Credits:
         """Send an event: a block is evicted."""
         self._under_way.append((self._clock() + self._delay_s, name, False))
 
+    def pass_by(self, name: bytes) -> None:
+        """Send nothing: only tiers below the pool ask what a block is worth."""
+
     def receive(self, now: float) -> None:
         """Take the events that have arrived."""
         events = self._under_way

@@ -24,11 +24,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
-from engine.core.page_table import Layout
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import SequenceSlice
-from engine.handle import EngineFacts
+from engine.handle import EngineFacts, Layout
 from engine.loop import Engine, Outbound
 from engine.outbound.kv_events import KVEvents
 from engine.resources import EngineResources, refuse_image

@@ -22,11 +22,10 @@ import pytest
 
 from engine.core.errors import ParcelError
 from engine.core.kv.prefix_cache import request_names
-from engine.core.page_table import Layout
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
 from engine.core.types import Request
-from engine.handle import EngineFacts
+from engine.handle import EngineFacts, Layout
 from engine.handover import Handover, HandoverConfig, Offer, Prefix
 from engine.loop import Engine
 from engine.runtime.stores import listener, parts, wire

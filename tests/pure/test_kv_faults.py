@@ -160,7 +160,7 @@ class FaultMachine(RuleBasedStateMachine):
                     step.add_loads(seq, loads)
                 if admits == 1:
                     self.plan_chunk(seq, min(seq.num_planned + most, len(seq.tokens)), step)
-        step.swap_out = self.kv.begin()
+        step.swap_out = self.kv.tiers.host.take_due()
         ops = [Op(("pool", block), ("host", host)) for block, host in step.swap_out]
         ops += [Op(("pool", source), ("pool", target)) for source, target in step.copies]
         ops += [Op(("host", host), ("pool", block)) for host, block in step.swap_in]
@@ -216,7 +216,7 @@ class FaultMachine(RuleBasedStateMachine):
             elif not is_whole:
                 self.leave(seq, ends=False)
         if copies_fail:
-            self.kv.give_up_copies()
+            self.kv.tiers.host.give_up()
 
     @precondition(lambda self: self.living or self.waiting)
     @rule(data=st.data(), ends=st.booleans())
@@ -278,13 +278,13 @@ class FaultMachine(RuleBasedStateMachine):
             self.device.run([Op(source, target)])
         else:
             self.device.blocks[target] = dict.fromkeys(range(SIZE), ("garbage", ()))
-        self.kv.transferred([(transfer, is_good)])
+        self.kv.tiers.finish([(transfer, is_good)])
         self.reported.append(transfer)
 
     @precondition(lambda self: self.reported)
     @rule(data=st.data(), is_good=st.booleans())
     def report_again(self, data: st.DataObject, is_good: bool) -> None:
-        assert not self.kv.transferred([(data.draw(st.sampled_from(self.reported)), is_good)])
+        assert not self.kv.tiers.finish([(data.draw(st.sampled_from(self.reported)), is_good)])
 
     @precondition(lambda self: not self.steps)
     @rule(fails=st.booleans())
@@ -362,7 +362,7 @@ class FaultMachine(RuleBasedStateMachine):
         for imported in self.imports:
             self.kv.cancel(imported)
         self.start_transfers()
-        self.kv.transferred([(transfer, False) for transfer in self.transfers])
+        self.kv.tiers.finish([(transfer, False) for transfer in self.transfers])
         pools: list[Any] = [self.kv.pool, self.kv.tiers.host.pool, *(s.pool for s in self.kv.tiers.stores.values())]
         assert [pool.num_held for pool in pools] == [0] * len(pools), "something is held when nothing lives"
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
@@ -41,12 +41,6 @@ EVERY = 256  # blocks of a long prompt between two boundaries that are kept, at 
 SPACING = 4  # ... and times the blocks that one takes in all groups: a prompt's take a quarter of its K/V at most
 
 
-class Below(Listener, Protocol):
-    """The tiers below the pool, as far as groups speak to them."""
-
-    def pass_by(self, name: bytes) -> None: ...
-
-
 class Group(BlockIndex):
     """What is cached of one group beside the first, and where sequences can resume in it.
 
@@ -54,7 +48,9 @@ class Group(BlockIndex):
     blocks that the last `window` - 1 positions before it are in. Contents are named by the block at whose end they stand.
     """
 
-    def __init__(self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Below | None = None) -> None:
+    def __init__(
+        self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Listener | None = None
+    ) -> None:
         """The pool is that of the layers with full attention; `listener` takes what prompts may branch from."""
         super().__init__(config.num_blocks, pool=cache.pool)
         kind = config.groups[number]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
@@ -22,7 +23,7 @@ from engine.core.kv.groups import Place, PrefixImport, WindowGroup, last_boundar
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, Unkept, request_names
 from engine.core.kv.snapshots import RecurrentGroup
-from engine.core.kv.tiers import Tiers, TransferEnd
+from engine.core.kv.tiers import Tiers
 from engine.core.page_table import NEVER, NO_BLOCK, StateSlots, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.spans import divided
@@ -40,15 +41,15 @@ class KVCacheManager:
         self._max_num_seqs = config.max_num_seqs
         self._caching, self._has_host = config.enable_prefix_caching, config.num_host_blocks > 0
         max_pinned = int(config.num_blocks * config.pinned_share)
-        self._pins = Pins(stats, max_pinned // config.num_groups)
-        self.tiers = Tiers(config, stats, self._pins, times)
+        self.pins = Pins(stats, max_pinned // config.num_groups)
+        self.tiers = Tiers(config, stats, self.pins, times)
         self._listener = self.tiers if config.host_caching else None
         self._names_answers = config.host_caching or config.state_blocks > 0
         self._imports: dict[PrefixImport, None] = {}
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
         self._cache = (PrefixCache if config.has_full else Unkept)(
-            config.num_blocks, config.block_size, config.eviction, self._listener, self._pins.until, max_pinned
+            config.num_blocks, config.block_size, config.eviction, self._listener, self.pins.until, max_pinned
         )
         self.pool = self._cache.pool
         self._windows = [
@@ -63,7 +64,7 @@ class KVCacheManager:
         )
         self.config, self._num_groups = config, config.num_paged_groups
         self.indexes: tuple[BlockIndex, ...] = (self._cache, *self._others)  # by the number of the group
-        self._pins.targets += self.indexes
+        self.pins.targets += self.indexes
         self._cache.dependents = self._others
         self.note_request: Callable[[Request, list[bytes]], None] | None = None  # for KV events
 
@@ -325,16 +326,10 @@ class KVCacheManager:
         num_found = len(self._cache.match(chain, tokens, num_blocks * self.block_size))
         return last_boundary(self._others, chain, num_found, lambda _: False)
 
-    def find_places(self, names: list[bytes], tokens: Seq[int], places: Seq[Place]) -> list[int]:
-        """Return the cached blocks of a prompt at the first of some places, as far as they are there; all have names."""
-        chain, blocks = names.copy(), list[int]()
-        self._cache.match(chain, tokens, len(tokens))  # it extends the chain
-        for place in places:
-            block = self.indexes[place.group].find(place.name(chain))
-            if block == NO_BLOCK:
-                break
-            blocks.append(block)
-        return blocks
+    def find_places(self, names: list[bytes], places: Seq[Place]) -> list[int]:
+        """Return the cached blocks of a prompt, all of whose blocks have names, at the first of some places that are here."""
+        found = (self.indexes[place.group].find(place.name(names)) for place in places)
+        return list(takewhile(lambda block: block != NO_BLOCK, found))
 
     def import_places(
         self, names: list[bytes], tokens: Seq[int], places: Seq[Place], *, reserve: int
@@ -412,7 +407,7 @@ class KVCacheManager:
         for index in range(first, min(stop, max(pin.num_tokens for pin in request.pins) // size)):
             seconds = max([pin.seconds for pin in request.pins if (index + 1) * size <= pin.num_tokens])
             until = request.arrival_s + seconds
-            if not self._pins.keep(seq.kv.chain, index, until):
+            if not self.pins.keep(seq.kv.chain, index, until):
                 return
             for group in self._others:
                 for pin in request.pins:
@@ -454,20 +449,7 @@ class KVCacheManager:
             self.tiers.host.discard(seq.kv.ticket)
             seq.kv.ticket = None
 
-    def give_up_copies(self) -> None:
-        """Stop copying blocks to and from host memory; suspended sequences are recomputed."""
-        self.tiers.host.give_up()
-
     # -- steps -------------------------------------------------------------------------------------------------------
-
-    def expire(self, now: float) -> None:
-        """Unpin contents whose pins have expired."""
-        if self._pins.until:
-            self._pins.expire(now)
-
-    def begin(self) -> list[tuple[int, int]]:
-        """Return the copies that a planned step makes first, as (block of the pool, host block)."""
-        return self.tiers.host.take_due() if self._has_host else []
 
     def committed(self, step: InFlightStep) -> None:
         """Note that a step is done: its copies and loads have arrived."""
@@ -499,10 +481,6 @@ class KVCacheManager:
     def _arrived(self, step: InFlightStep) -> None:
         for seq in step.arrivals:
             seq.kv.is_arriving = False
-
-    def transferred(self, reports: Iterable[TransferEnd]) -> list[Sequence]:
-        """Take in the ends of transfers; returns the sequences that wait for nothing more."""
-        return self.tiers.finish(reports)
 
     @property
     def num_leaked(self) -> int:

@@ -160,11 +160,13 @@ class BlockIndex:
 
 
 class Listener(Protocol):
-    """Receives which blocks become findable and which are evicted."""
+    """The tiers below the pool: they hear which blocks become findable, and which are evicted."""
 
     def appeared(self, name: bytes, block: int) -> None: ...
 
     def leaves(self, name: bytes, block: int) -> None: ...  # the block keeps its content until the next plan
+
+    def pass_by(self, name: bytes) -> None: ...  # few prompts will find it again
 
 
 class PrefixCache(BlockIndex):

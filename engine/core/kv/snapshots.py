@@ -35,8 +35,8 @@ from collections.abc import Sequence as Seq
 
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.groups import Below, Group, fill
-from engine.core.kv.prefix_cache import DIGEST_BYTES, PrefixCache, name_block
+from engine.core.kv.groups import Group, fill
+from engine.core.kv.prefix_cache import DIGEST_BYTES, Listener, PrefixCache, name_block
 from engine.core.page_table import TO_LOAD, LeftSlot, StateSlots
 from engine.core.sequence import Sequence
 
@@ -46,7 +46,9 @@ WORTH = 4  # an answer's end goes below the pool if it saves this part of what K
 class RecurrentGroup(Group):
     """The slots that sequences hold. A snapshot's blocks are the parts of one content, at the boundary's last block."""
 
-    def __init__(self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Below | None = None) -> None:
+    def __init__(
+        self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Listener | None = None
+    ) -> None:
         super().__init__(number, config, cache, listener)
         self._left = dict[bytes, None]()  # the snapshots that a prompt was seen to leave, those found last at the end
 

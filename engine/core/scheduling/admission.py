@@ -13,7 +13,6 @@ from typing import NamedTuple
 from engine.core.config import SchedulerConfig
 from engine.core.errors import (
     ContextLengthError,
-    HeadlessModelError,
     InvalidRequestError,
     NeverFitsError,
     OverloadedError,
@@ -29,12 +28,6 @@ UNKNOWN_S = 1.0  # until a place is free, while no answer was completed
 def peak_positions(num_prompt: int, max_tokens: int) -> int:
     """Return the most positions whose K/V a sequence holds: the last generated token is never fed back."""
     return num_prompt + max(max_tokens - 1, 0)
-
-
-def check_headless(request: Request, served: str) -> None:
-    """Raise HeadlessModelError for a request that needs the LM head."""
-    if request.params.max_tokens or request.params.prompt_logprobs is not None:
-        raise HeadlessModelError(served)
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:

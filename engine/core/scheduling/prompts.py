@@ -86,7 +86,7 @@ class PromptPlan:
 
     def _plan_long(self, long: list[Sequence], now: float) -> None:
         allowance, seconds = self._allowance, self._allowance.long_s(long, now)
-        first, soonest = long[0], min(long, key=_num_to_plan)
+        first, soonest = long[0], min(long, key=lambda seq: len(seq.tokens) - seq.num_planned)
         if soonest is first:
             allowance.seconds = seconds
             self._plan_chunk(first, least=1)
@@ -140,7 +140,3 @@ class PromptPlan:
                 self._step.add_row(child)
             drawing += children
         return tuple(sample for sequence in drawing for sample in sequence.samples)
-
-
-def _num_to_plan(seq: Sequence) -> int:
-    return len(seq.tokens) - seq.num_planned

@@ -123,7 +123,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can run before the steps in flight are committed."""
-        self.kv.expire(now)
+        self.kv.pins.expire(now)
         if self._queue.parked:
             self._queue.unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
         if not self.kv.has_blocks_for(len(self._queue.running)):
@@ -187,7 +187,7 @@ class Scheduler:
         """Complete a step and return it as a plan; from here on it is in flight."""
         if self._drafts is not None:
             self._drafts.plan(step, allowance, len(self._queue.running))
-        step.swap_out = self.kv.begin()
+        step.swap_out = self.tiers.host.take_due()
         step.step_id = self._next_step_id
         self._next_step_id += 1
         self._in_flight.append(step)
@@ -351,13 +351,13 @@ class Scheduler:
 
     def give_up_copies(self) -> None:
         """Stop copying blocks to and from host memory; preempted sequences are recomputed."""
-        self.kv.give_up_copies()
+        self.tiers.host.give_up()
         self.stats.failed_copies += 1
         self._queue.update_gauges()
 
     def transferred(self, reports: Iterable[TransferEnd]) -> None:
         """Take in the ends of transfers between host memory and the stores."""
-        self._queue.unpark(self.kv.transferred(reports))
+        self._queue.unpark(self.tiers.finish(reports))
         self._queue.update_gauges()
 
     @property
