@@ -29,12 +29,11 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, ModelLoadError, QuireError
 from engine.ranks.worker import Start
 from engine.runtime.execution.packet import Kind, Step, encode
-from engine.runtime.execution.ranks import Ranks
 from engine.runtime.native.library import GroupError, native
 from engine.runtime.parallel.cpu_groups import open_group
 from engine.runtime.parallel.group import SINGLE, Group, least
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
-from engine.runtime.pool.batch import DecodeRows, Packet
+from engine.runtime.pool.batch import DecodeRows, Packet, Ranks
 from engine.settings.engine_config import EngineConfig
 from engine.system.host_limits import processor_share, usable_cpus
 from engine.system.numa import stay_on_node

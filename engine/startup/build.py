@@ -43,7 +43,6 @@ from engine.runtime.execution.device_memory import (
     measure_memory,
     other_steps,
 )
-from engine.runtime.execution.ranks import ALONE, Ranks
 from engine.runtime.execution.runner import ModelRunner, warm_up_plan
 from engine.runtime.guard import GuardedRunner
 from engine.runtime.kv_layout import StateSpec, attends
@@ -54,6 +53,7 @@ from engine.runtime.models.load import load_model, load_vision, resolve_dtype
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.parallel.group import SINGLE
 from engine.runtime.pool import pool_size
+from engine.runtime.pool.batch import ALONE, Ranks
 from engine.runtime.pool.groups import LayerGroups, group_layers
 from engine.runtime.pool.kv_cache import KVCache, place_states
 from engine.runtime.pool.pool_size import PoolBudget, default_cpu_budget, fit_pool, resolve_kv_dtype

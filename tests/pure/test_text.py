@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from engine.text.detokenizer import MAX_HELD_TOKENS, Detokenizer, StopStrings
+from engine.text.tokenizer import MAX_HELD_TOKENS, Detokenizer, StopStrings
 
 TEXTS = st.text(st.characters(exclude_characters="\ufffd", exclude_categories=("Cs",)), max_size=40)
 FEW_LETTERS = st.text("abc", max_size=30)

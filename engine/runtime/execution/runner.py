@@ -28,12 +28,11 @@ from engine.core.step import Fault, Pairs, Resources, Rows, RowStart, SequenceSl
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.backend import Batch
 from engine.runtime.execution.pooling import Pooled, pool
-from engine.runtime.execution.ranks import ALONE, Ranks
 from engine.runtime.lora.loader import group_rows
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.pooler import Pooler
 from engine.runtime.native.decoder import Streams, Vectors
-from engine.runtime.pool.batch import BatchBuilder, Changes, Packet, RowTables, scored_portions
+from engine.runtime.pool.batch import ALONE, BatchBuilder, Changes, Packet, Ranks, RowTables, scored_portions
 from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.sampling.sampler import Logprobs, Sampled, Sampler, gather_logprobs, is_plain, reads_text

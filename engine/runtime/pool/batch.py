@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 from math import prod
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,11 @@ from engine.core.step import Pairs, SequenceSlice, StepPlan
 from engine.core.types import PoolingParams
 from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import StepStates
+from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.transfer import Staging
+
+if TYPE_CHECKING:
+    from torch.cuda import Event
 
 Changes = NDArray[np.int32]  # [n, 2]: places in `RowTables.rows`, counted from its first entry, and blocks
 NO_CHANGES: Changes = np.empty((0, 2), np.int32)
@@ -116,6 +120,44 @@ class DecodeRows(NamedTuple):
 
     fields: NDArray[np.int64]  # [fields, R]
     changes: Changes  # of the block tables, before the step
+
+
+class Ranks:
+    """The other ranks, seen from the first one's runner, which do what they are sent, in the same order; here none.
+
+    engine/ranks/executor.py has them as processes, and ends them. Engine thread, after the thread that builds the engine.
+    """
+
+    group: Group = SINGLE  # of all ranks
+
+    def send(self, work: Packet | DecodeRows, *, draws: bool) -> None:
+        """Have them compute a step; `share` follows where it `draws` ids outside of a graph."""
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Have them copy blocks, in a step without tokens."""
+
+    def share(self, last_ids: Tensor) -> None:
+        """Send them the drawn ids, if they may need them before the host knows them."""
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Have them allocate the pool with these sizes, and drop their graphs."""
+
+    def capture(self) -> None:
+        """Have them capture the graphs of decode steps."""
+
+    def least_room(self, room: int) -> int:
+        """Return the least of the bytes that all ranks' devices have left for K/V and steps, this one's being `room`."""
+        return room
+
+    def hold_to_share(self) -> None:
+        """Have them hold torch to their share of their devices' memory."""
+
+    def await_event(self, event: Event) -> None:
+        """Wait until the device has reached an event. Raises GroupError if a rank is lost or hangs."""
+        event.synchronize()
+
+
+ALONE = Ranks()
 
 
 class _Lists(NamedTuple):
@@ -222,13 +264,8 @@ def num_scored(piece: SequenceSlice) -> int:
     return max(min(piece.start + piece.num_tokens + 1, piece.num_prompt) - (piece.start + 1), 0)
 
 
-class BatchBuilder:
+class BatchBuilder(PacketBuffers):
     """Makes packets and batches for one pool of blocks, on one device."""
-
-    def __init__(self, config: SchedulerConfig, device: torch.device, tables: RowTables) -> None:
-        self._block_size, self._num_groups, self._tables = config.block_size, config.num_groups, tables
-        self._has_states = config.state_blocks > 0
-        self._buffers = PacketBuffers(config, device, tables)
 
     def build(self, slices: Sequence[SequenceSlice], last_ids: Tensor, first_blocks: Sequence[int] = ()) -> Batch:
         """Return one step's tensors; `last_ids` [max_num_seqs] int64 has each slot's last id.
@@ -240,18 +277,14 @@ class BatchBuilder:
             contexts = np.array(packet.contexts) - np.array(first_blocks) * self._block_size
             packet.ints[len(slices) + 1 : 2 * len(slices) + 1] = contexts
             packet = packet._replace(contexts=contexts.tolist())
-        return self._buffers.to_batch(packet, last_ids, first_blocks)
-
-    def to_batch(self, packet: Packet, last_ids: Tensor) -> Batch:
-        """Return the tensors of the packet that was prepared last."""
-        return self._buffers.to_batch(packet, last_ids)
+        return self.to_batch(packet, last_ids, first_blocks)
 
     def prepare(self, slices: Sequence[SequenceSlice], changes: Changes = NO_CHANGES, replays: Pairs = ()) -> Packet:
         """Return what a step's forward pass needs, in memory that the packet after the next overwrites.
 
         `replays` are the plan's. Other ranks make the `changes` of the tables, which are made here already.
         """
-        longs, ints = self._buffers.begin()
+        longs, ints = self.begin()
         ids, positions, sample_rows, carry_rows, carry_slots, starts, contexts = _walk(slices)
         num_tokens, query_lens = starts[-1], [piece.num_tokens for piece in slices]
         slots = np.array([piece.slot for piece in slices], np.int64)

@@ -13,8 +13,7 @@ from engine.core.errors import ServerError, ShuttingDownError
 from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
 from engine.text.chat.chat_format import MessageParser
 from engine.text.chat.history import ChatTurn
-from engine.text.detokenizer import Detokenizer, StopStrings
-from engine.text.tokenizer import TextTokenizer
+from engine.text.tokenizer import Detokenizer, StopStrings, TextTokenizer
 from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 
 _FAILURES = frozenset({FinishReason.ERROR, FinishReason.DROPPED, FinishReason.ABORT})
