@@ -13,6 +13,7 @@ typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 enum {
     QVECTORS = 2, /* vectors of a panel that registers hold sums of at once */
+    QALONE = W == 8 ? 4 : 2, /* likewise of a single row, whose panels are read from memory: in order, in one pass */
     QNEAR = 6144, /* bytes ahead that a group alone fetches, or four times as many of codes in planes */
     QROWS = IS_DOT_IN_PLACE && W == 16 ? 6 : IS_DOT_IN_PLACE || W >= 8 ? 4 : 2, /* rows, times QVECTORS, that registers hold sums of */
 };
@@ -134,9 +135,9 @@ INLINE vu load_quad(struct quant_format f, const char *codes, int quad, int v) {
     return code;
 }
 
-/* Scales and minimums of SUPER blocks, for QVECTORS vectors of a panel. */
+/* Scales and minimums of SUPER blocks, for vectors of a panel. */
 struct supers {
-    vf scale[QVECTORS], min[QVECTORS];
+    vf scale[QALONE], min[QALONE];
 };
 
 /* The scales of a group of inputs, for vector `v` of a panel; `head` is where the group has them. */
@@ -153,20 +154,23 @@ INLINE vu load_factors(struct quant_format f, const char *codes, int quad, int v
     return f.has_table ? look_up(table, code) : code;
 }
 
-/* One group of inputs: QVECTORS vectors of a panel against R rows, summed into acc. */
+/* How many vectors of a panel R rows are multiplied with at once. */
+INLINE int vectors_of(int R) { return R == 1 ? QALONE : QVECTORS; }
+
+/* One group of inputs: some vectors of a panel against R rows, summed into acc. */
 INLINE void quant_dot_group(struct quant_format f, int R, const char *block, int g, int v0, vu table,
-                            const struct supers *supers, struct quant_group x, vf acc[QROWS][QVECTORS]) {
+                            const struct supers *supers, struct quant_group x, vf acc[QROWS][QALONE]) {
     const char *codes = block + quant_head_bytes(f);
     const int bits = f.has_table ? 8 : f.bits;             /* of what is multiplied */
-    const int num_paired = QUADS == 2 ? R / 2 * 2 : 0; /* rows that are multiplied in pairs */
-    struct dot dot[QROWS][QVECTORS];
+    const int num = vectors_of(R), num_paired = QUADS == 2 ? R / 2 * 2 : 0; /* rows that are multiplied in pairs */
+    struct dot dot[QROWS][QALONE];
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int v = 0; v < QVECTORS; v++)
+        UNROLL for (int v = 0; v < num; v++)
             dot[r][v] = dot_begin(splat_u((uint32_t)x.starts[r]), bits);
     UNROLL for (int r = 0; r < num_paired; r += 2)
-        UNROLL for (int v = 0; v < QVECTORS; v++) pair_begin(&dot[r][v], &dot[r + 1][v]);
+        UNROLL for (int v = 0; v < num; v++) pair_begin(&dot[r][v], &dot[r + 1][v]);
     UNROLL for (int i = 0; i < f.group / 4; i += QUADS)
-        UNROLL for (int v = 0; v < QVECTORS; v++) {
+        UNROLL for (int v = 0; v < num; v++) {
             vu code[QUADS];
             UNROLL for (int j = 0; j < QUADS; j++) code[j] = load_factors(f, codes, g * f.group / 4 + i + j, v0 + v, table);
             UNROLL for (int r = 0; r < num_paired; r += 2)
@@ -176,8 +180,8 @@ INLINE void quant_dot_group(struct quant_format f, int R, const char *block, int
                     dot[r][v] = dot_add(dot[r][v], code[j], x.bytes[(i + j) * R + r], bits, i + j);
         }
     UNROLL for (int r = 0; r < num_paired; r += 2)
-        UNROLL for (int v = 0; v < QVECTORS; v++) pair_end(&dot[r][v], &dot[r + 1][v]);
-    UNROLL for (int v = 0; v < QVECTORS; v++) {
+        UNROLL for (int v = 0; v < num; v++) pair_end(&dot[r][v], &dot[r + 1][v]);
+    UNROLL for (int v = 0; v < num; v++) {
         const char *head = block + (size_t)(g * quant_scale_bytes(f) * (1 + f.has_min) * PANEL);
         vf scale = quant_scale(f, head, v0 + v, supers->scale[v]);
         vf min = f.has_min ? quant_scale(f, head + quant_scale_bytes(f) * PANEL, v0 + v, supers->min[v]) : splat(0);
@@ -189,19 +193,20 @@ INLINE void quant_dot_group(struct quant_format f, int R, const char *block, int
     }
 }
 
-/* QVECTORS vectors of a panel, from vector `v0` on, against R rows: out[R][PANEL]. Meanwhile `lines` cache lines a
+/* Some vectors of a panel, from vector `v0` on, against R rows: out[R][PANEL]. Meanwhile `lines` cache lines a
  * block are fetched from `ahead` on. */
 INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char *panel, int64_t first_row, int v0,
                       struct quant_group x, float *out, const char *ahead, size_t lines) {
     const struct quant_format f = quant_format_of(format);
+    const int num = vectors_of(R);
     const vu table = f.has_table ? load_table(quant_table_of(w->format)) : splat_u(0);
-    vf acc[QROWS][QVECTORS];
+    vf acc[QROWS][QALONE];
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int v = 0; v < QVECTORS; v++) acc[r][v] = splat(0);
+        UNROLL for (int v = 0; v < num; v++) acc[r][v] = splat(0);
     struct supers supers = {0};
     for (int64_t b = 0; b < quant_num_blocks(w->k); b++, panel += quant_block_bytes(f)) {
         if (f.scale == SCALE_CODE && b % SUPER == 0) {
-            UNROLL for (int v = 0; v < QVECTORS; v++) {
+            UNROLL for (int v = 0; v < num; v++) {
                 supers.scale[v] = load_f16(panel + (v0 + v) * W * 2) * f.unit;
                 if (f.has_min) supers.min[v] = load_f16(panel + (PANEL + (v0 + v) * W) * 2) * f.unit;
             }
@@ -215,7 +220,7 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
         }
         x.scales += R;
     }
-    UNROLL for (int v = 0; v < QVECTORS; v++) {
+    UNROLL for (int v = 0; v < num; v++) {
         int is_of_row = f.scale == SCALE_OF_ROW;
         vf scale = is_of_row ? load_f((const float *)w->scales + first_row + (v0 + v) * W) : splat(1);
         UNROLL for (int r = 0; r < R; r++)
@@ -226,7 +231,7 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
 #define QUANT_CASE(F, R)                                                                   \
     case R:                                                                                \
         if (R > QROWS) break;                                                              \
-        for (int v = 0; v < PANEL / W; v += QVECTORS, lines = 0)                           \
+        for (int v = 0; v < PANEL / W; v += vectors_of(R), lines = 0)                      \
             quant_dot(F, R, w, panel, first_row, v, x, out, ahead, lines);                 \
         break;
 #define DEFINE_QUANT_DOT(name, F)                                                                        \
