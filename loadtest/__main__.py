@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from engine.core.errors import QuireError
-from loadtest import bench, beside, compare, fit, hostile, images, sessions, vllm_bench
+from loadtest import bench, beside, compare, fit, hostile, images, sessions, texts, vllm_bench
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
 from loadtest.fleet import command as fleet
@@ -27,6 +27,7 @@ COMMANDS: Commands = {
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "beside": ("measure requests beside a long prompt", beside.add_options, beside.run),
     "images": ("measure questions about images", images.add_options, images.run),
+    "texts": ("measure embeddings, scores and verdicts, also beside streams", texts.add_options, texts.run),
     "sessions": ("drive servers with agents' sessions, and count what they reuse", sessions.add_options, sessions.run),
 }
 

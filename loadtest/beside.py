@@ -129,7 +129,7 @@ def p99(values: Sequence[float]) -> float:
     return percentile(sorted(values), 0.99)
 
 
-async def cancel(tasks: Sequence[asyncio.Future[Outcome]]) -> None:
+async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()

@@ -255,18 +255,26 @@ class Client:
 
     async def get(self, path: str) -> Any:
         """GET a JSON document. Raises ClientError."""
+        return await self._json("GET", path, b"")
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """POST one JSON document for another. Raises ClientError."""
+        return await self._json("POST", path, json.dumps(body).encode())
+
+    async def _json(self, method: str, path: str, payload: bytes) -> Any:
         pieces: list[bytes] = []
+        request = self.target.head(method, path, len(payload)) + payload
         try:
-            status = await self._exchange(self.target.head("GET", path, 0), lambda _, piece: pieces.append(piece))
+            status = await self._exchange(request, lambda _, piece: pieces.append(piece))
         except OSError as error:
             raise ClientError(f"{self.target.host}:{self.target.port} cannot be reached: {error}.") from None
         body = b"".join(pieces)
         if status != 200:
-            raise ClientError(f"GET {path} answered HTTP {status}: {_body_sentence(body)}")
+            raise ClientError(f"{method} {path} answered HTTP {status}: {_body_sentence(body)}")
         try:
             return json.loads(body)
         except ValueError:
-            raise ClientError(f"GET {path} did not answer with JSON.") from None
+            raise ClientError(f"{method} {path} did not answer with JSON.") from None
 
     async def _exchange(self, request: bytes, on_data: OnData) -> int:
         while True:

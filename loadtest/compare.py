@@ -109,6 +109,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--concurrency", nargs="+", type=positive_int, metavar="N", help="default 1 2 8 32 128")
     what.add_argument("--precision", choices=(*PRECISIONS, *FORMATS), metavar="NAME", default="bf16", help=precisions)
     what.add_argument("--rounds", type=positive_int, metavar="N", help="times that each server is driven; default 2")
+    requests = "requests of a point, but one a client at least; default: two a client and 8, of long ones one and 2"
+    what.add_argument("--requests", type=positive_int, metavar="N", help=requests)
     what.add_argument("--quick", action="store_true", help="distinct prompts, concurrency 1 8 32, one round")
     what.add_argument(
         "--num-threads", type=positive_int, metavar="N", default=os.cpu_count(), help="default: one a core"
@@ -202,6 +204,8 @@ class Plan:
                     how = f"write it with {prepare}" if model in COMPARED else "--prepare does not know this model"
                     raise LoadtestError(f"--models-dir {options.models_dir} has no {model}/{file}; {how}.")
         workloads = [load for load in WORKLOADS if load.name in names]
+        if options.requests:
+            workloads = [load._replace(at_least=options.requests, waves=1) for load in workloads]
         return cls(
             options, wanted, executables, workloads, sorted(levels), options.rounds or (1 if options.quick else 2)
         )

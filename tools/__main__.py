@@ -6,7 +6,20 @@ import sys
 from collections.abc import Sequence
 
 from loadtest.__main__ import Commands, run_command
-from tools import accuracy, drafts, formats, groups, handover, house, loading, perplexity, ranks, scheduler, steps
+from tools import (
+    accuracy,
+    drafts,
+    encoders,
+    formats,
+    groups,
+    handover,
+    house,
+    loading,
+    perplexity,
+    ranks,
+    scheduler,
+    steps,
+)
 
 COMMANDS: Commands = {
     "house": ("measure the code itself", house.add_options, house.run),
@@ -17,6 +30,7 @@ COMMANDS: Commands = {
     "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
     "drafts": ("measure an MTP head's gain on this machine", drafts.add_options, drafts.run),
+    "encoders": ("measure text encoders beside other libraries", encoders.add_options, encoders.run),
     "ranks": ("measure a model divided among processes", ranks.add_options, ranks.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "accuracy": ("measure what each format of weights costs", accuracy.add_options, accuracy.run),
