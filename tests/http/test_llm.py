@@ -40,7 +40,7 @@ class Workshop:
         self.dies = False
         self.num_closed = 0
 
-    def build_engine(self, config: EngineConfig, report: object) -> Engine:
+    def build_engine(self, config: EngineConfig, report: object, _memory: object = None) -> Engine:
         workshop = self
 
         class Runner(FakeRunner):
