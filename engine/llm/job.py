@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from engine.core.types import FinishReason, PromptInfo, Request, RequestTimings, TokenEvent
 from engine.llm.unserved import missing
@@ -15,6 +15,18 @@ from engine.text.chat.choice import Choice, Delta, TextRules
 from engine.text.fields.chat import ImageSource
 from engine.text.tokenizer import PromptLogprobs, TextTokenizer, prompt_logprobs
 from engine.text.tools.formats import new_call_id
+
+Outputs = TypeVar("Outputs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result(Generic[Outputs]):
+    """What has become of one prompt or pair."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: Outputs
+    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +41,8 @@ class EmbeddingOutput:
         return len(self.embedding)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingRequestOutput:
+class EmbeddingRequestOutput(_Result[EmbeddingOutput]):
     """The result of one prompt of LLM.embed."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
-    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +57,8 @@ class ClassificationOutput:
         return len(self.probs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassificationRequestOutput:
+class ClassificationRequestOutput(_Result[ClassificationOutput]):
     """The result of one prompt of LLM.classify."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: ClassificationOutput
-    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,8 @@ class ScoringOutput:
     score: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringRequestOutput:
+class ScoringRequestOutput(_Result[ScoringOutput]):
     """The result of one pair of LLM.score."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: ScoringOutput
-    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,7 +248,8 @@ class Executor(Ranks):
         code = process.wait()
         if not self._is_closing:
             is_first = "lost" not in said  # a rank that misses another is not the one to name
-            self._lose((_error_of(said) or DeviceLostError(f"{name} ended ({_cause(code)})")) if is_first else None)
+            cause = f"signal {-code}" if code < 0 else f"status {code}"
+            self._lose((_error_of(said) or DeviceLostError(f"{name} ended ({cause})")) if is_first else None)
 
     def _lose(self, loss: QuireError | None) -> None:
         """Let all calls fail: no step can be computed any more."""
@@ -292,7 +293,3 @@ def _error_of(said: dict[str, str]) -> QuireError | None:
     kind: Any = getattr(errors, said["error"], None)
     is_known = isinstance(kind, type) and issubclass(kind, (ConfigError, ModelLoadError, errors.MemoryBudgetError))
     return kind(said["message"]) if is_known else DeviceLostError(f"{said['error']}: {said['message']}")
-
-
-def _cause(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"status {code}"

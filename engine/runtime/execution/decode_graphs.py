@@ -158,9 +158,10 @@ class DecodeInputs:
         blocks, kv_slots = fields[len(_Field) :].view(2, self._num_groups, num_rows)
         for tables, last in zip(self._tables, blocks, strict=True):
             tables.view(-1).index_copy_(0, places, last.int())
+        moved = position.clamp(min=0)
         batch = Batch(
             ids=torch.where(known < 0, last_ids.index_select(0, slots), known),
-            positions=position.clamp(min=0) if self._deltas is None else self._moved(position, slots),
+            positions=moved if self._deltas is None else moved + self._deltas.index_select(0, slots),
             kv_slots=kv_slots[0],
             block_tables=self._tables[0].index_select(0, slots),
             query_starts=self._query_starts[: num_rows + 1],
@@ -187,10 +188,6 @@ class DecodeInputs:
             position=position + 1,
         )
         return batch, draws, slots
-
-    def _moved(self, position: Tensor, slots: Tensor) -> Tensor:
-        assert self._deltas is not None
-        return position.clamp(min=0) + self._deltas.index_select(0, slots)
 
     def _state_tensors(self, slots: Tensor, starts: Tensor) -> StateTensors:
         """Return the slots of rows with one token each, all of which is kept."""

@@ -138,8 +138,15 @@ class ModelStep:
             if self._sampled.constrained is not None:
                 outcome = self._sampled.constrained.settle()
                 result.ended = outcome.ended
-                faults = {row: _grammar_fault(error) for row, error in outcome.errors.items()}
-            faults |= {row: self._void_fault(row) for row, good in enumerate(is_finite) if not good}
+                faults = {
+                    row: Fault(
+                        f"This answer's grammar could not be applied any further: {error}.", FailureCause.GRAMMAR
+                    )
+                    for row, error in outcome.errors.items()
+                }
+            for row in [row for row, good in enumerate(is_finite) if not good]:
+                ruled_out = self._slices[self._owners[row]].params.rules_out_tokens
+                faults[row] = _RULED_OUT if ruled_out else _NOT_FINITE
             if self._sampled.logprobs is not None:
                 entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
                 result.logprobs = dict(zip(self._num_top, entries, strict=True))
@@ -157,10 +164,6 @@ class ModelStep:
             errors |= dict.fromkeys(void, _NOT_FINITE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
         return fold(result, faults, self._slices) if self._has_drafts else result
-
-    def _void_fault(self, row: int) -> Fault:
-        """Return the reason why nothing could be drawn from a row."""
-        return _RULED_OUT if self._slices[self._owners[row]].params.rules_out_tokens else _NOT_FINITE
 
 
 class ModelRunner:
@@ -425,10 +428,6 @@ class ModelRunner:
             ]
             scores.append(_Scores(index, num_top, chunks))
         return scores
-
-
-def _grammar_fault(error: str) -> Fault:
-    return Fault(f"This answer's grammar could not be applied any further: {error}.", FailureCause.GRAMMAR)
 
 
 def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> StepPlan:
