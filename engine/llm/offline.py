@@ -104,8 +104,7 @@ class LLM(VectorMethods):
 
         with StartupProgress() as startup, ExitStack() as undo:
             config = fetch_models(config, startup.report)
-            memory = None if config.weights_cache is None else begin_weights(config)
-            built = build_engine(config, startup.report, memory)
+            built = build_engine(config, startup.report, begin_weights(config) if config.weights_cache else None)
             undo.callback(built.stop, 0.0)  # it may have processes and threads before it is started
             sampling = default_sampling(generation_config, override_generation_config, Path(config.model), logger)
             text = load_tokenizer(tokenizer or config.model, chat_template=chat_template, sampling=sampling)
