@@ -20,7 +20,7 @@ class Arena:
     """Hands out memory, which is freed with the last reference."""
 
     def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._chunk = torch.zeros(0, dtype=torch.uint8)
         self._used = 0
         self._backed: BackedMemory | None = None  # the memory of the chunk, if it came from outside
 
@@ -33,7 +33,7 @@ class Arena:
         """Give back what is left of the memory of `use`, and begin another chunk: the next matrices may live longer."""
         if self._backed is not None:
             self._backed.release(len(self._backed.pages) - len(self._chunk) + self._used)
-        self._chunk, self._used, self._backed = torch.empty(0, dtype=torch.uint8), 0, None
+        self._chunk, self._used, self._backed = torch.zeros(0, dtype=torch.uint8), 0, None
 
     def take(self, num_bytes: int) -> np.ndarray:
         """Return so many bytes; fresh memory is zero, and none is used twice."""
