@@ -15,18 +15,20 @@ import asyncio
 import random
 import time
 from contextlib import closing
+from itertools import pairwise
 from math import nan
 from statistics import median
 from typing import Any, NamedTuple
 
 from loadtest.arguments import positive_int
-from loadtest.beside import add_rounds, cancel, in_turns, p99, split_gaps
+from loadtest.beside import add_rounds, cancel, in_turns, p99
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.output import print_table
 from loadtest.workload import text_of
 
 _PATHS = {"embeddings": "/v1/embeddings", "rerank": "/v1/rerank", "moderations": "/v1/moderations"}
 _STREAM_WORDS, _STREAM_ANSWER, _BEGIN_S, _ALONE_S = 64, 4000, 6.0, 8.0
+_AFTER_S = 1.0  # a gap that the texts made may end behind them
 
 
 class Figures(NamedTuple):
@@ -67,9 +69,12 @@ class Drive:
         sent = time.perf_counter()
         seconds, _ = await self._all()
         now = time.perf_counter()
+        await asyncio.sleep(_AFTER_S)
         await cancel(tasks)
         arrivals = [outcome.chunks for outcome in streams]
-        alone, beside = split_gaps(arrivals, begun, sent, now)
+        gaps = [gap for times in arrivals for gap in pairwise(times)]
+        alone = [after - before for before, after in gaps if begun <= before and after <= sent]
+        beside = [after - before for before, after in gaps if after > sent and before < now]
         return {
             "texts_per_s_beside": self._options.texts / seconds,
             "gap_p99_s": p99(alone),

@@ -253,6 +253,19 @@ def test_the_command_sweeps_and_writes(urls: list[str], tmp_path: Path, capsys: 
     assert "TTFT" in capsys.readouterr().out
 
 
+def test_texts_are_measured_alone_and_beside_streams_of_another_daemon(
+    urls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_BEGIN_S", "_ALONE_S", "_AFTER_S"):
+        monkeypatch.setattr(f"loadtest.texts.{name}", 0.2)
+    report = tmp_path / "texts.json"
+    arguments = [*urls, "--model", "fake", "--texts", "50", "--batch", "10", "--rounds", "1", "--json", str(report)]
+    assert main(["texts", *arguments, "--chat", "fake", "--chat-url", *reversed(urls), "--streams", "2"]) == 0
+    rounds = json.loads(report.read_text())
+    assert list(rounds) == urls
+    assert all(each["texts_per_s"] > 0 and each["tokens_per_s"] > 0 for (each,) in rounds.values())
+
+
 def test_requests_beside_a_long_prompt_are_measured_on_each_daemon_in_turns(
     urls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
