@@ -1,9 +1,10 @@
 """The models that this daemon serves, loaded or not: which one a request names, and what answers for it. Event loop.
 
 A model is loaded at the start, or when the first request names it. The loads of the start begin before the application is
-there, and requests are a 503 until they end. After them one load runs at a time, in the order in which requests came; it takes its room from models without work, the least useful first. Where all of those work, the least useful one takes
-no more requests, which wait for it to be loaded again: so none is unloaded with work, and no load waits forever. A load
-runs on a thread outside the native library's team, and ends early if all who asked for it have left.
+there, and requests are a 503 until they end. After them one load runs at a time, in the order in which requests came; it
+takes its room from models without work, the least useful first. Where all of those work, the least useful one takes no more
+requests, which wait for it to be loaded again: so none is unloaded with work, and no load waits forever. A load runs on a
+thread outside the native library's team, and ends early if all who asked for it have left.
 """
 
 from __future__ import annotations
