@@ -39,6 +39,8 @@ PROCESSORS = [
 # Of each kind of part: attention with windows and sinks, mixtures, latents, the three recurrences.
 ATTENDING = ("gemma3n", "gpt-oss", "deepseek_v3")
 MODELS = (*ATTENDING, "qwen3_5", "granitemoehybrid-mamba", "lfm2")
+# Half the time of -O2; the pass that joins products and sums is one of the expensive ones.
+QUICK = (*build._FLAGS, "-O1", "-fexpensive-optimizations")
 FLOATS = {torch.float32: 2e-4, torch.bfloat16: 0.06}
 
 Machine = list[tuple[list[str], Isa]]  # commands that take an image, and the level of each
@@ -52,7 +54,7 @@ def program(tools: Sequence[str], processor: str, folder: Path) -> list[str]:
     library, driver = build._cached(compiler), folder / f"replay-{tools[0]}"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        build.compile_library(compiler, library)
+        build.compile_library(compiler, library, flags=QUICK if tools is ARM else build._FLAGS)
     build._run(compiler, "-o", str(driver), str(DRIVER))
     return [qemu, *tools[2:], "-cpu", processor, str(driver), str(library)]
 
@@ -71,8 +73,7 @@ def vnni_of_avx512(folder: Path) -> list[str]:
         names = [f"-Wl,--defsym=kernels_{isa.name.lower()}=kernels_avxvnni" for isa in Isa if isa < Isa.NEON_DOT]
         names.remove("-Wl,--defsym=kernels_avxvnni=kernels_avxvnni")
         made = str(folder / "library.so")
-        # Half the time of -O2; the pass that joins products and sums is one of the expensive ones.
-        flags = [*build._FLAGS, "-O1", "-fexpensive-optimizations", f"-I{sources}", "-shared"]
+        flags = [*QUICK, f"-I{sources}", "-shared"]
         build._run(compiler, *flags, "-o", made, *others, str(here), *names, "-lm")
         shutil.move(made, target)
     build._run(compiler, "-o", str(driver), str(DRIVER))

@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
@@ -89,7 +89,9 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(compiler: str, target: Path, on_compiled: OnCompiled = lambda *_: None) -> None:
+def compile_library(
+    compiler: str, target: Path, on_compiled: OnCompiled = lambda *_: None, flags: Sequence[str] = _FLAGS
+) -> None:
     """Compile the sources in parallel and link.
 
     Raises RuntimeError with the compiler's message, OSError, or SubprocessError.
@@ -100,7 +102,7 @@ def compile_library(compiler: str, target: Path, on_compiled: OnCompiled = lambd
         sources = [*sorted(_HERE.glob("*.c")), layout]
         objects = [str(Path(folder, source.stem + ".o")) for source in sources]
         running = [
-            workers.submit(_run, compiler, *_FLAGS, f"-I{_HERE}", "-c", "-o", made, str(source))
+            workers.submit(_run, compiler, *flags, f"-I{_HERE}", "-c", "-o", made, str(source))
             for source, made in zip(sources, objects, strict=True)
         ]
         on_compiled(0, len(sources))
