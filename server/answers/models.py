@@ -212,11 +212,6 @@ class Models:
         """Return the parts of models that are loaded."""
         return [entry.parts for entry in self.entries if entry.parts is not None]
 
-    @property
-    def first(self) -> ModelParts:
-        """Return the parts of the first model that is loaded."""
-        return self.loaded[0]
-
     def find(self, name: str | None) -> Entry:
         """Return the model of a name, an adapter or an alias. Raises a 404 for an unknown name."""
         if name is None:

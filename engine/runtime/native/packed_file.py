@@ -5,7 +5,7 @@
 Packing and fresh memory are most of a start, and both are saved. A matrix is found by a digest of the library's sources,
 its format, and where its rows lie in which file; a file is known by its size, time, number, first and last bytes. What a
 file says is computed with, so one that another user owns or may write to is not read. The file is written once an engine is
-built, on a thread that gives way to others, and renamed into place: processes that start together do not disturb one
+built, on a thread of the lowest priority, and renamed into place: processes that start together do not disturb one
 another. What cannot be kept is packed again at the next start, and only logged.
 """
 
