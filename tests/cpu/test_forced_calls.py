@@ -98,7 +98,7 @@ def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SmolLM2 does not reason: two of its tokens play the tags, and it is taken to begin within them."""
-    model: ServedModel = client.app.state.models.first.model  # type: ignore[attr-defined]
+    model: ServedModel = client.app.state.models.loaded[0].model  # type: ignore[attr-defined]
     tags = ReasoningTags(name="played", opening="<file_sep>", closing="<jupyter_text>", always=True)
     special = model.tokenizer.special_tokens
     chat_format = ChatFormat(
@@ -182,7 +182,7 @@ class EachFormat(ChatPreprocessor):
 
 
 def test_calls_are_forced_in_the_format_of_any_family(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: ServedModel = client.app.state.models.first.model  # type: ignore[attr-defined]
+    model: ServedModel = client.app.state.models.loaded[0].model  # type: ignore[attr-defined]
     monkeypatch.setattr(model, "preprocessor", EachFormat(model.limits))
     named = {"type": "function", "function": {"name": "weather"}}
     asked = {

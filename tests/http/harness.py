@@ -117,7 +117,7 @@ def check_ended(scheduler: Scheduler) -> None:
 
 def parts_of(app: FastAPI) -> Any:
     """The parts that models share, and those of the first."""
-    first = app.state.models.first
+    first = app.state.models.loaded[0]
     own = {name: getattr(first, name) for name in ("client", "engine", "live", "model", "responder")}
     more = {"tokenizer": first.model.tokenizer, "sender": first.responder.sender, "receiver": first.responder.receiver}
     return SimpleNamespace(**app.state._state, **own, **more)
