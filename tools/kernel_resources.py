@@ -55,7 +55,7 @@ from engine.runtime.cuda.token_counts import TokenCounts
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, DeviceState, Pieces, RecurrentSpec, StepStates
 from engine.runtime.layers.mixture_cuda import CudaExperts
 from engine.runtime.layers.recurrence import tail_pieces
-from engine.runtime.pool.kv_cache import StatePool
+from engine.runtime.pool.states import StatePool
 from engine.runtime.routing import RouterConfig
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16

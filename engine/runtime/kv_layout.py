@@ -162,7 +162,7 @@ class DeviceState(NamedTuple):
 
     spec: RecurrentSpec
     pool: Tensor  # [num_blocks, bytes of a block] uint8
-    places: Tensor  # [pieces, 2] int32, as in pool/kv_cache.py
+    places: Tensor  # [pieces, 2] int32, as in pool/states.py
     kept: Tensor  # [max_rows, max_drafts, row], inputs of drafts
     step: StateTensors
 

@@ -55,8 +55,9 @@ from engine.runtime.parallel.group import SINGLE
 from engine.runtime.pool import pool_size
 from engine.runtime.pool.batch import ALONE, Ranks
 from engine.runtime.pool.groups import LayerGroups, group_layers
-from engine.runtime.pool.kv_cache import KVCache, place_states
+from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.pool_size import PoolBudget, default_cpu_budget, fit_pool, resolve_kv_dtype
+from engine.runtime.pool.states import place_states
 from engine.runtime.speculation.heads import Head
 from engine.runtime.stores.pinned import STAGING_BYTES
 from engine.runtime.stores.tier import Tier

@@ -31,8 +31,8 @@ from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES, read_config
 from engine.runtime.models.load import default_dtype
 from engine.runtime.pool.groups import LayerGroups, group_layers
-from engine.runtime.pool.kv_cache import place_states
 from engine.runtime.pool.pool_size import PoolBudget, fit_pool
+from engine.runtime.pool.states import place_states
 from engine.runtime.schemes.linear import Scheme
 from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.runtime.weights.gguf import header_config

@@ -19,7 +19,8 @@ from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.pool.groups import group_layers, one_group
-from engine.runtime.pool.kv_cache import KVCache, place_states
+from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.states import place_states
 from engine.runtime.speculation.heads import Head
 from tests.cpu.dense_attention import DenseAttention
 from tests.integrity import check_scheduler

@@ -19,7 +19,8 @@ from engine.runtime.native.library import GroupError, native
 from engine.runtime.parallel.cpu_groups import GlooGroup, SharedMemoryGroup
 from engine.runtime.parallel.group import SINGLE, Group, least
 from engine.runtime.pool.groups import one_group
-from engine.runtime.pool.kv_cache import KVCache, place_states
+from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.states import place_states
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.dense_attention import DenseAttention
 

@@ -16,7 +16,7 @@ from engine.core.errors import ConfigError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.kv_layout import Pieces, RecurrentSpec
 from engine.runtime.models.causal_lm import CausalLM
-from engine.runtime.pool.kv_cache import place_states
+from engine.runtime.pool.states import place_states
 from engine.runtime.speculation.drafter import Drafter
 from engine.runtime.speculation.ngram import NgramDrafter
 from engine.settings.engine_config import EngineConfig

@@ -17,7 +17,7 @@ from engine.runtime.cuda.recurrence_state import Sizes
 from engine.runtime.cuda.short_conv import convolve
 from engine.runtime.kv_layout import CHUNK, DeviceState, Pieces, RecurrentSpec, StateTensors, StepStates
 from engine.runtime.layers.recurrence import tail_pieces
-from engine.runtime.pool.kv_cache import LayerState, StatePool
+from engine.runtime.pool.states import LayerState, StatePool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS, MAX_DRAFTS, BLOCK_BYTES = 1e-6, 3, 1600

@@ -123,7 +123,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can run before the steps in flight are committed."""
-        self.kv.pins.expire(now)
+        if self.kv.pins.until:
+            self.kv.pins.expire(now)
         if self._queue.parked:
             self._queue.unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
         if not self.kv.has_blocks_for(len(self._queue.running)):
@@ -187,7 +188,8 @@ class Scheduler:
         """Complete a step and return it as a plan; from here on it is in flight."""
         if self._drafts is not None:
             self._drafts.plan(step, allowance, len(self._queue.running))
-        step.swap_out = self.tiers.host.take_due()
+        if self.config.num_host_blocks:
+            step.swap_out = self.tiers.host.take_due()
         step.step_id = self._next_step_id
         self._next_step_id += 1
         self._in_flight.append(step)

@@ -1,6 +1,6 @@
 """Recurrent state in the paged pool, as the Triton kernels see it.
 
-A slot is some blocks; a piece of it is contiguous in one of them (pool/kv_cache.py). A program owns one piece, of a value head
+A slot is some blocks; a piece of it is contiguous in one of them (pool/states.py). A program owns one piece, of a value head
 and some of its columns, and as large a share of the projected rows' columns: of these it writes the convolution's tail, and
 keeps the drafts. So nothing that one program writes is read by another of the same launch.
 
