@@ -14,10 +14,10 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.step import StepPlan
 from engine.core.types import Progress
-from engine.runtime import mapped_file
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.stores import host as host_memory
 from engine.runtime.stores import pinned
 from engine.runtime.stores.host import HostPool, count_host_blocks
 from engine.runtime.stores.pinned import gather, runs, scatter
@@ -206,7 +206,7 @@ def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"need 1\d+\.\d\d GiB in .*kv, where there is no such room \(.*\); lower them"
     ):
-        mapped_file.zeros((1 << 30, 1 << 20), torch.int8, tmp_path / "kv")
+        host_memory.mapped_rows((1 << 30, 1 << 20), torch.int8, tmp_path / "kv")
     assert not any((tmp_path / "kv").iterdir())
 
 
@@ -219,16 +219,16 @@ def test_on_a_cpu_host_blocks_are_a_file_that_has_no_name(tmp_path: Path) -> Non
 
 
 def test_a_folder_in_main_memory_takes_no_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not mapped_file._is_in_memory(Path("/proc"))
+    assert not host_memory._is_in_memory(Path("/proc"))
     shared = Path("/dev/shm")
-    assert not shared.is_mount() or mapped_file._is_in_memory(shared)
-    monkeypatch.setattr(mapped_file, "available_memory", lambda: 1 << 20)
-    monkeypatch.setattr(mapped_file, "_is_in_memory", lambda folder: False)
-    mapped_file.zeros((1 << 20, 2), torch.int8, tmp_path)
-    monkeypatch.setattr(mapped_file, "_is_in_memory", lambda folder: folder == tmp_path)
-    mapped_file.zeros((1 << 20, 1), torch.int8, tmp_path)
+    assert not shared.is_mount() or host_memory._is_in_memory(shared)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(host_memory, "_is_in_memory", lambda folder: False)
+    host_memory.mapped_rows((1 << 20, 2), torch.int8, tmp_path)
+    monkeypatch.setattr(host_memory, "_is_in_memory", lambda folder: folder == tmp_path)
+    host_memory.mapped_rows((1 << 20, 1), torch.int8, tmp_path)
     with pytest.raises(ConfigError, match=r"it is in main memory, which has 0\.00 GiB left\); lower them"):
-        mapped_file.zeros((1 << 20, 2), torch.int8, tmp_path)
+        host_memory.mapped_rows((1 << 20, 2), torch.int8, tmp_path)
 
 
 @pytest.mark.parametrize("size", [-1.0, float("nan"), float("inf")])

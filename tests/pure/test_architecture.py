@@ -169,7 +169,7 @@ OPENERS = {
     "engine.files.file_digests",  # of the hub's cache, or checked
     "engine.files.gguf_header",  # checked, then mapped
     "engine.system.host_limits",  # /proc and /sys
-    "engine.runtime.mapped_file",
+    "engine.runtime.stores.host",  # an unnamed one, and /proc
     "engine.runtime.models.load",  # /proc/cpuinfo
     "engine.runtime.native.build",
     "engine.runtime.native.structs",  # the C sources
