@@ -1,6 +1,6 @@
 """`quire fit`: what a model needs and gives on this machine, before it is fetched; without one, which models to take.
 
-The engine counts and knows the seconds of a step (engine/startup/fit.py); the simulator's scheduler makes requests of them.
+fitted.py counts and knows the seconds of a step; the simulator's scheduler makes requests of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from loadtest.simulation.costs import DEFAULT_COSTS, StepCosts, Table
 from loadtest.simulation.trace import TraceRequest, to_request
 
 if TYPE_CHECKING:
-    from engine.startup.fit import Fitted
-    from engine.startup.rates import Rates
+    from loadtest.fitted import Fitted
+    from loadtest.rates import Rates
 
 LEVELS = (1, 8, 32)  # requests at once
 _ROUNDS = 2  # requests of each client
@@ -91,8 +91,8 @@ class Choice:
 def fit(options: argparse.Namespace) -> None:
     """Print what a model needs and gives."""
     from engine.settings.engine_config import EngineConfig
-    from engine.startup.fit import read as read_model
-    from engine.startup.rates import product_rates
+    from loadtest.fitted import read as read_model
+    from loadtest.rates import product_rates
 
     model = read_model(EngineConfig(model=options.model, revision=options.revision))
     forms = {_FLOATS[model.own_kind] if model.is_plain else "as stored": (model, "")}
@@ -187,7 +187,7 @@ def _show(model: Fitted, choices: Sequence[Choice], best: Choice | None, process
 
 def propose(options: argparse.Namespace) -> None:
     """Print the three largest models for each use that fit and are fast enough here."""
-    from engine.startup.rates import AT, BYTES, product_rates
+    from loadtest.rates import AT, BYTES, product_rates
 
     known = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
     free = available_memory() - _resident()

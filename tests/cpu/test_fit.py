@@ -16,9 +16,10 @@ from engine.core.errors import ModelLoadError
 from engine.runtime.models import load
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
-from engine.startup import fit, rates
 from engine.startup.build import build_engine
 from loadtest import fit as command
+from loadtest import fitted as fit
+from loadtest import rates
 from tests.fake_hub import FakeHub
 from tests.http.test_hub import hub  # noqa: F401 - a fixture
 

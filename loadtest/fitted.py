@@ -38,7 +38,7 @@ from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.runtime.weights.gguf import header_config
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import local_path
-from engine.startup.rates import AT, BYTES, Rates, seconds
+from loadtest.rates import AT, BYTES, Rates, seconds
 
 _BLOCK = 16  # tokens
 _MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = 128, 512  # a daemon's defaults on a CPU
