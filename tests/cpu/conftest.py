@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runtime.native.library import Isa, Library, native
+from engine.runtime.native.library import Library, native
 from engine.sources.model_source import find_model
+from tests.cpu.native_linears import ISAS
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +29,6 @@ def transformers_smollm2() -> Any:
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
-# Of the kind of this machine's processor.
-ISAS = [isa for isa in Isa if isa is Isa.PORTABLE or isa.name.startswith("NEON") == (platform.machine() == "aarch64")]
-
-
 @pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
 def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     """The native library on one instruction set after the other, on one thread where a test does not ask for more."""
@@ -40,10 +36,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     if loaded is None:
         pytest.skip("no native library and no C compiler")
     isa, num_threads = loaded.isa, loaded.num_threads
-    try:
-        loaded.use_isa(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
+    loaded.use_isa(request.param)
     loaded.use_threads(1)
     yield loaded
     loaded.use_isa(isa)

@@ -20,8 +20,8 @@ from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 from engine.runtime.native import ops
-from engine.runtime.native.library import DTYPES, Library, RopeArgs, native
-from tests.cpu.native_linears import packed
+from engine.runtime.native.library import DTYPES, Isa, Library, RopeArgs, native
+from tests.cpu.native_linears import ISAS, packed
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place, relative, and a little for float32 sums.
@@ -36,6 +36,14 @@ ACTIVATIONS = [
     (5, F.gelu),
 ]
 RAGGED = [(0, 1), (3, 1), (200, 1), (31, 1), (64, 1), (0, 70), (37, 9), (130, 33)]
+
+
+@pytest.mark.parametrize("isa", Isa, ids=lambda isa: isa.name)
+def test_the_fixture_runs_tests_on_each_instruction_set_that_is_here(isa: Isa) -> None:
+    if isa not in ISAS:
+        pytest.skip(f"this machine has no {isa.name}, so the library is not tested on it")
+    loaded = native()
+    assert loaded is None or isa <= loaded.best_isa
 
 
 @pytest.fixture(autouse=True)
