@@ -59,7 +59,9 @@ T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _GROWTH = 1.05  # of what a step of decodes is thought to take, at most, from one to the next
-_BESIDE = 1.6  # times a step of decodes, with work on an image: what varies makes it twice as long at times
+_BESIDE = 0.6  # of a step of decodes, for work on an image beside so many streams: what varies makes that 1 at times
+_MANY = 8
+_MOST = 5  # of a step, beside fewer, whose steps cost nearly as much as theirs
 _PIECE_S = 0.02  # of the work on an image, where no step runs: a message waits no longer
 
 
@@ -410,12 +412,18 @@ class Engine:
         return self._scheduler.commit(plan, result, now)
 
     def _beside_s(self, plan: StepPlan, seconds: float) -> float:
-        """Return how long to work on an image behind a step, so that streams wait at most twice as long for the next one.
+        """Return how long to work on an image behind a step.
 
-        Behind a step that prompts make longer, it has the share of a long prompt.
+        Many streams wait at most twice as long for their next token. Few wait longer, but no longer in all: their requests
+        end as soon, and the image's request joins them sooner in steps that cost little more. A target ITL is kept as
+        with prompts. Behind a step that prompts make longer, an image has the share of a long prompt.
         """
+        beside = self._beside or Beside(0.0, self.config.target_itl_s)
+        if beside.target_itl_s is not None:
+            return beside.prompts_s(seconds + beside.streams_s)
         least_s = SHARE * (seconds if plan.chunks else self._decode_s)
-        return max(_BESIDE * self._decode_s - seconds, least_s)
+        share = min(_BESIDE * max(_MANY / len(plan.slots), 1) ** 2, _MOST)
+        return max((1 + share) * self._decode_s - seconds, least_s)
 
     def _count_leaks(self) -> None:
         """Count, without work, what is held all the same. A leak is a bug, but no reason to stop serving."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from engine.core.errors import InvalidRequestError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
 from engine.core.types import Request, SamplingParams
+from engine.handle import EngineFacts
 from engine.images import Image
+from engine.loop import Engine
 from engine.resources import EngineResources
 from loadtest.fake_runner import FakeRunner
 from tests.integrity import check_scheduler
@@ -69,3 +72,37 @@ def test_a_prompt_waits_before_vectors_that_are_not_made_and_others_go_on(is_ato
     assert reached == [5] * 4 + [12] * 4 + [20] * 4
     assert ended == ["text", "seen"]
     check_scheduler(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "target_itl_s", "piece_s"), [(8, None, 0.06), (4, None, 0.24), (1, None, 0.5), (1, 0.2, 0.08)]
+)
+def test_a_piece_is_longer_beside_few_streams(num_streams: int, target_itl_s: float | None, piece_s: float) -> None:
+    """Steps take 0.1 s of a clock that only they move."""
+    config = SchedulerConfig(
+        num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=12, max_num_batched_tokens=64,
+        target_itl_s=target_itl_s,
+    )  # fmt: skip
+    now_s, asked = [0.0], list[float]()
+
+    class Maker:
+        def has(self, digest: bytes) -> bool:
+            return False
+
+        def advance(self, digests: Sequence[bytes], seconds: float) -> None:
+            asked.append(seconds)
+
+        def close(self) -> None: ...
+
+    runner = FakeRunner(config, sleep=lambda _: now_s.append(now_s[-1] + 0.1))
+    resources = EngineResources(check_image=lambda _: None)
+    engine = Engine(
+        Scheduler(config), runner, EngineFacts(512), resources=resources, vision=Maker(), clock=lambda: now_s[-1]
+    )
+    params = SamplingParams(max_tokens=40)
+    streams = [Request(request_id=str(i), prompt=(i, 2), params=params, arrival_s=0.0) for i in range(num_streams)]
+    engine.submit(*streams, request_of(image()))
+    for _ in range(8):
+        engine._turn()
+    assert asked[-3:] == pytest.approx([piece_s] * 3)
+    engine.stop(0.0)
