@@ -7,7 +7,7 @@ through `app.state.models.stop`; the lifespan's stop is then immediate.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,6 +19,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.datastructures import State
 from starlette.middleware import Middleware
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from engine.handle import EngineHandle
 from engine.system.version import VERSION
@@ -33,13 +34,10 @@ from server.answers.model import ServedModel
 from server.answers.models import Entry, LoadedModel, ModelParts, Models
 from server.answers.respond import Responder
 from server.answers.stored_responses import ResponseStore
-from server.batches.dispatch import Dispatcher
-from server.batches.worker import BatchService
 from server.http.bodies import BodyReader, RequestReader
 from server.http.guards import MONITORING_PATHS, PROBE_PATHS, Cors, CrossSiteGuard, KeyGuard
 from server.http.middleware import AnswerLog, RequestScope, TurnTaker
 from server.http.openapi import openapi_router
-from server.operations import live, unserved
 from server.operations.page import load_files, page_router
 from server.protocol import errors
 from server.settings.app_config import AppConfig
@@ -53,8 +51,11 @@ from server.tenancy.tenancy import Tenancy, read_tenants
 if TYPE_CHECKING:
     from engine.text.images.preprocessor import ImagePreprocessor
     from server.answers.images import ImageReader
+    from server.batches.worker import BatchService
     from server.telemetry.otlp import Otlp
 
+# Imported before the first request; the others when a path of theirs is asked for, or once the daemon is idle.
+_FIRST = ("server.openai.completions", "server.openai.chat", "server.operations.health")
 # One line an endpoint: its module's `router` is served, and described by /openapi.json and docs/reference/.
 ENDPOINTS = [
     "server.openai.completions",
@@ -82,7 +83,11 @@ EXPOSED_HEADERS = (
 
 def routers() -> list[APIRouter]:
     """Return the router of each endpoint."""
-    return [import_module(name).router for name in ENDPOINTS]
+    return _import(ENDPOINTS)
+
+
+def _import(names: Iterable[str]) -> list[APIRouter]:
+    return [import_module(name).router for name in names]
 
 
 def create_app(
@@ -120,20 +125,41 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await _start(app.state, partial(_routed, parts))
+        await _start(app.state, partial(_routed, parts, ENDPOINTS))
         yield
         await _stop(app.state)
 
-    app = _routed(parts, lifespan=lifespan, middleware=_middleware(parts, open_paths))
-    if config.openapi:
-        app.include_router(
-            openapi_router(routers(), needs_key=tenancy.needs_key, open_paths=open_paths, root_path=config.root_path)
-        )
-    app.include_router(unserved.router)
-    if page:
-        app.include_router(live.router)
-        app.include_router(page_router(page))
+    def rest() -> Iterator[APIRouter]:
+        from server.operations import live, unserved
+
+        yield from _import(name for name in ENDPOINTS if name not in _FIRST)
+        if config.openapi:
+            yield openapi_router(
+                routers(), needs_key=tenancy.needs_key, open_paths=open_paths, root_path=config.root_path
+            )
+        yield unserved.router
+        if page:
+            yield from (live.router, page_router(page))
+
+    app = _routed(parts, _FIRST, lifespan=lifespan, middleware=_middleware(parts, open_paths))
+    _add_later(app, rest)
     return app
+
+
+def _add_later(app: FastAPI, rest: Callable[[], Iterable[APIRouter]]) -> None:
+    """Have `app.state.add_rest`, or a request to a path that is not served yet, add further routes."""
+
+    def add_rest() -> None:
+        if app.router.default == ask_rest:
+            app.router.default = app.router.not_found
+            for router in rest():
+                app.include_router(router)
+
+    async def ask_rest(scope: Scope, receive: Receive, send: Send) -> None:
+        add_rest()
+        await app.router(scope, receive, send)
+
+    app.router.default, app.state.add_rest = ask_rest, add_rest
 
 
 def _parts(config: AppConfig) -> dict[str, Any]:
@@ -153,7 +179,7 @@ def _parts(config: AppConfig) -> dict[str, Any]:
     )
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     return {
-        "batches": BatchService(config, models, bodies, tenancy) if config.data_dir is not None else None,
+        "batches": _open_batches(config, models, bodies, tenancy),
         "bodies": bodies,
         "config": config,
         "emit": emit,
@@ -243,6 +269,15 @@ def _history(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) 
     return AnswerHistory(tokenizer, config.history_cache, engine.config.block_size)
 
 
+def _open_batches(config: AppConfig, models: Models, bodies: BodyReader, tenancy: Tenancy) -> BatchService | None:
+    """Return what serves batches; None, and nothing imported, without a folder for them."""
+    if config.data_dir is None:
+        return None
+    from server.batches.worker import BatchService
+
+    return BatchService(config, models, bodies, tenancy)
+
+
 def _open_otlp(config: AppConfig, metrics: Metrics) -> Otlp | None:
     """Return what exports over OTLP; None, without importing OpenTelemetry, if no address is given."""
     endpoints = find_endpoints(config)
@@ -260,6 +295,8 @@ async def _start(parts: State, make_batch_app: Callable[[], FastAPI]) -> None:
     parts.metrics.loop_lag.start()
     parts.models.start()
     if parts.batches is not None and not parts.models.is_draining:
+        from server.batches.dispatch import Dispatcher
+
         app = make_batch_app()
         background, foreground = (Dispatcher(app, parts.emit, is_background=each) for each in (True, False))
         parts.batches.start(background, foreground)
@@ -279,8 +316,8 @@ async def _stop(parts: State) -> None:
     parts.metrics.loop_lag.stop()
 
 
-def _routed(parts: Mapping[str, Any], **options: Any) -> FastAPI:
-    """Return an application with the endpoints and nothing around them.
+def _routed(parts: Mapping[str, Any], endpoints: Iterable[str], **options: Any) -> FastAPI:
+    """Return an application with endpoints and nothing around them.
 
     The lines of batches are sent to such applications.
     """
@@ -295,10 +332,15 @@ def _routed(parts: Mapping[str, Any], **options: Any) -> FastAPI:
     )
     for name, part in parts.items():
         setattr(app.state, name, part)
-    errors.install(app, [route.path for router in routers() for route in router.routes if isinstance(route, Route)])
-    for router in routers():
+    errors.install(app, _paths)
+    for router in _import(endpoints):
         app.include_router(router)
     return app
+
+
+def _paths() -> list[str]:
+    """Return the paths of all endpoints."""
+    return [route.path for router in routers() for route in router.routes if isinstance(route, Route)]
 
 
 def _middleware(parts: Mapping[str, Any], open_paths: Collection[str]) -> list[Middleware]:

@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -26,10 +27,13 @@ from starlette.datastructures import State
 from engine.core.errors import ConfigError, ShuttingDownError
 from engine.core.types import AbortCause
 from server.answers.models import Models
-from server.batches.worker import BatchService
+from server.app import routers
 from server.http.connection import Connection
 from server.settings.tls import Tls
 from server.tenancy.tenancy import Tenancy, read_tenants
+
+if TYPE_CHECKING:
+    from server.batches.worker import BatchService
 
 log = logging.getLogger("quire.serve")
 
@@ -88,6 +92,7 @@ class Daemon(uvicorn.Server):
         self._on_ready = on_ready
         self._models: Models = parts.models
         self._batches: BatchService | None = parts.batches
+        self._add_rest: Callable[[], None] = parts.add_rest
         self._tenancy: Tenancy = parts.tenancy
         self._tenants, self._api_keys = parts.config.tenants, parts.config.api_keys
         self._tls = tls
@@ -210,12 +215,14 @@ class Daemon(uvicorn.Server):
         self._models.abandon(ShuttingDownError(message))
 
     async def _warm_up(self) -> None:
-        """Prepare grammars in an idle moment, so that the first structured request does not wait for it."""
+        """Add the other endpoints and prepare grammars in idle moments, so that no request waits for it."""
         await asyncio.sleep(IDLE_S)
         for parts in self._models.loaded:
             while parts.engine.health().busy:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(IDLE_S)
             await parts.model.prepare_grammars(warms_up=True)
+        await asyncio.to_thread(routers)  # their imports
+        self._add_rest()
 
     async def _watch(self) -> None:
         """Exit when all engines have died. Connections close once their streams, which the engine ended, are sent."""

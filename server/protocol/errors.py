@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import math
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
@@ -185,12 +185,12 @@ def _close_path(given: str, paths: Sequence[str]) -> str:
     return max(ends, key=len, default="") or closest(given, paths)
 
 
-async def _answer(paths: Sequence[str], request: Request, error: Exception) -> Response:
+async def _answer(paths: Callable[[], Iterable[str]], request: Request, error: Exception) -> Response:
     api_error = to_api_error(error)
     if isinstance(error, HTTPException):
         path = shorten(request.url.path)
         if error.status_code == HTTPStatus.NOT_FOUND:
-            close = _close_path(request.url.path, paths)
+            close = _close_path(request.url.path, [path for path in paths() if "{" not in path])
             hint = f"; did you mean {close}?" if close else ". docs/reference/api.md lists the routes."
             api_error.message = f"There is no route {request.method} {path} here{hint}"
         elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -198,10 +198,10 @@ async def _answer(paths: Sequence[str], request: Request, error: Exception) -> R
     return api_error.response(request.scope)
 
 
-def install(app: FastAPI, paths: Sequence[str]) -> None:
-    """Register the answers to known exceptions; `paths` are the served ones, of which a 404 names the nearest.
+def install(app: FastAPI, paths: Callable[[], Iterable[str]]) -> None:
+    """Register the answers to known exceptions; `paths` has the served ones, of which a 404 names the nearest.
 
     The outermost middleware logs and answers the others.
     """
     for kind in (ApiError, QuireError, ValidationError, HTTPException, ClientDisconnect):
-        app.add_exception_handler(kind, partial(_answer, [path for path in paths if "{" not in path]))
+        app.add_exception_handler(kind, partial(_answer, paths))

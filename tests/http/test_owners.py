@@ -154,6 +154,7 @@ def test_every_route_with_an_id_is_in_the_table(serve: Callable[..., Live]) -> N
                 yield from routes(route.original_router)
 
     live = serve(page=True)
+    live.app.state.add_rest()
     nothing_stored = {*NOT_STORED, *(route.path for route in routes(unserved.router))}
     with_ids = [route for route in routes(live.app) if "{" in route.path and route.path not in nothing_stored]
     assert {(method, route.path) for route in with_ids for method in route.methods} == set(ROUTES)
