@@ -73,13 +73,14 @@ class ChannelParser(PieceParser):
             self._give("{}")
 
     def _beginning(self) -> bool:
-        for mark in (CHANNEL, _TO):
-            if self._buffer.startswith(mark):
-                self._step = self._header
-                return True
-        if any(mark.startswith(self._buffer) for mark in (CHANNEL, _TO)):
-            return False
-        return self._begin_body(Content)
+        return self._next_header((CHANNEL, _TO))
+
+    def _next_header(self, marks: tuple[str, ...]) -> bool:
+        """Read one of the marks before a header, or content."""
+        if self._buffer.startswith(marks):
+            self._step = self._header
+            return True
+        return not any(mark.startswith(self._buffer) for mark in marks) and self._begin_body(Content)
 
     def _header(self) -> bool:
         """Read the recipient and the channel, up to the message."""
@@ -133,10 +134,4 @@ class ChannelParser(PieceParser):
     def _between(self) -> bool:
         """Read the text after a message: the next message, or content."""
         self._buffer = self._buffer.lstrip()
-        for mark in (START, CHANNEL):
-            if self._buffer.startswith(mark):
-                self._step = self._header
-                return True
-        if any(mark.startswith(self._buffer) for mark in (START, CHANNEL)):
-            return False
-        return self._begin_body(Content)
+        return self._next_header((START, CHANNEL))

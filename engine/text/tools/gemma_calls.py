@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from engine.text.tools.python_literals import LiteralReader
-from engine.text.tools.text_values import ValueGrammar, parameters_of, self_contained, types_of
+from engine.text.tools.text_values import Parameter, ValueGrammar, arguments_in_order, self_contained, types_of
 from engine.text.tools.tool_format import (
     CallParser,
     OfferedTool,
@@ -38,10 +38,6 @@ _PART_OF_KEY = re.compile(rf"{_KEY}\s{{0,20}}")
 class GemmaFormat(ToolFormat):
     """Calls whose keys are bare, and whose strings have marks of their own."""
 
-    @property
-    def markup(self) -> frozenset[str]:
-        return frozenset((OPENING, CLOSING, QUOTE))
-
     def parser(self, tools: Tools) -> CallParser:  # noqa: ARG002 - the types are in the text
         return GemmaCallParser()
 
@@ -54,7 +50,9 @@ class GemmaFormat(ToolFormat):
         return [f"calls: one{{1,{max_calls}}}", one, *_calls("call", tools, special_tokens, is_forced=True)]
 
 
-GEMMA4 = GemmaFormat(name="gemma4", signs=(OPENING, CLOSING, QUOTE), openings=(OPENING,), ends_thoughts=True)
+GEMMA4 = GemmaFormat(
+    name="gemma4", signs=(OPENING, CLOSING, QUOTE), openings=(OPENING,), inner=(CLOSING, QUOTE), ends_thoughts=True
+)
 
 
 class _Reader(LiteralReader):
@@ -144,22 +142,18 @@ def _calls(rule: str, tools: Sequence[OfferedTool], special_tokens: Mapping[str,
         "ITEM: /true|false|null|-?[0-9]{1,18}(\\.[0-9]{1,18})?([eE][-+]?[0-9]{1,2})?/",
         *values.lines(),
     ]
+
+    def written(each: Parameter, tool: OfferedTool) -> str:
+        if "string" in types_of(tool.parameters, each.name):
+            value = f"{quote} {values.value(each.name, each.schema, tool)}"
+        else:
+            value = embedded(self_contained(each.name, each.schema, tool.parameters), lenient=not tool.strict)
+        return f"{json.dumps(each.name + ':')} {value}"
+
     for index, tool in enumerate(tools):
         lines.append(f"call_{index}: {json.dumps(f'call:{tool.name}{{')} arguments_{index}")
         if not (tool.strict or is_forced):
             lines.append(f"arguments_{index}: free")
-            continue
-        parameters, enforced = parameters_of(tool, index, re.compile(_KEY))
-        lines.append(f"arguments_{index}: first_{index}_0")
-        for place, each in enumerate(parameters):
-            if "string" in types_of(enforced.parameters, each.name):
-                value = f"{quote} {values.value(each.name, each.schema, enforced)}"
-            else:
-                schema = self_contained(each.name, each.schema, enforced.parameters)
-                value = embedded(schema, lenient=not enforced.strict)
-            one, then = f"argument_{each.rule}", f"{index}_{place + 1}"
-            lines.append(f"{one}: {json.dumps(each.name + ':')} {value}")
-            lines.append(f"first_{each.rule}: {one} more_{then}" + ("" if each.is_required else f" | first_{then}"))
-            lines.append(f'more_{each.rule}: "," {one} more_{then}' + ("" if each.is_required else f" | more_{then}"))
-        lines += [f'{name}_{index}_{len(parameters)}: "}}"' for name in ("first", "more")]
+        else:
+            lines += arguments_in_order(tool, index, re.compile(_KEY), written, between=",", end="}")
     return lines

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from engine.text.tools.text_values import TextValuesParser, ValueGrammar, parameters_of
+from engine.text.tools.text_values import TextValuesParser, ValueGrammar, calls_in_order
 from engine.text.tools.tool_format import CallParser, OfferedTool, ToolFormat, Tools, any_of, free_text, literal
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -34,10 +34,6 @@ _PART_OF_KEY = re.compile(r"[^<>]{0,300}")
 class GlmFormat(ToolFormat):
     """Calls whose keys and values are between tags."""
 
-    @property
-    def markup(self) -> frozenset[str]:
-        return frozenset((OPENING, CLOSING, KEY, END_KEY, VALUE, END_VALUE))
-
     def parser(self, tools: Tools) -> CallParser:
         return GlmCallParser(tools)
 
@@ -53,7 +49,14 @@ class GlmFormat(ToolFormat):
         ]
 
 
-GLM45 = GlmFormat(name="glm45", aliases=("glm47", "glm4_moe"), signs=(KEY,), openings=(OPENING,), ends_thoughts=True)
+GLM45 = GlmFormat(
+    name="glm45",
+    aliases=("glm47", "glm4_moe"),
+    signs=(KEY,),
+    openings=(OPENING,),
+    inner=(CLOSING, KEY, END_KEY, VALUE, END_VALUE),
+    ends_thoughts=True,
+)
 
 
 class GlmCallParser(TextValuesParser):
@@ -81,12 +84,9 @@ class GlmCallParser(TextValuesParser):
         return True
 
     def _members(self) -> bool:
-        self._buffer = buffer = self._buffer.lstrip()
-        if match := _PARAMETER.match(buffer):
-            self._buffer = buffer[match.end() :]
-            self._begin_parameter(match[1])
+        if self._reads_parameter(_PARAMETER):
             return True
-        if not buffer.startswith(CLOSING) and self._is_part_of_tag(buffer):
+        if not self._buffer.startswith(CLOSING) and self._is_part_of_tag(self._buffer):
             return False
         self._end_call()
         return True
@@ -105,27 +105,14 @@ class GlmCallParser(TextValuesParser):
 
 
 def _calls(rule: str, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, is_forced: bool) -> list[str]:
-    """Return Lark whose `rule` is a call after its opening mark, up to its end.
-
-    Keys come in the schema's order. Those of a tool that is not strict are free, unless the call is forced.
-    """
+    """Return Lark whose `rule` is a call after its opening mark, up to its end."""
     values = ValueGrammar("", "", END_VALUE, ("<\\/tool_call>",), special_tokens)
     key, end_key, opening, closing = (literal(mark, special_tokens) for mark in (KEY, END_KEY, VALUE, CLOSING))
-    lines = [
+    begun = json.dumps, lambda name: f"{key} {json.dumps(name)} {end_key} NEWLINE {opening}"
+    return [
         f"{rule}: ({any_of('call', len(tools))}) NEWLINE {closing}",
         "NEWLINE: /\\n?/",
         f"free: (NEWLINE {key} /[^\\n<>]{{1,256}}/ {end_key} NEWLINE {opening} string)*",
         *values.lines(),
+        *calls_in_order(tools, _KEY_NAME, values, begun, before="NEWLINE", is_forced=is_forced),
     ]
-    for index, tool in enumerate(tools):
-        name = json.dumps(tool.name)
-        if not (tool.strict or is_forced):
-            lines.append(f"call_{index}: {name} free")
-            continue
-        parameters, enforced = parameters_of(tool, index, _KEY_NAME)
-        for each in parameters:
-            value = values.value(each.name, each.schema, enforced)
-            lines.append(f"parameter_{each.rule}: {key} {json.dumps(each.name)} {end_key} NEWLINE {opening} {value}")
-        members = [f"(NEWLINE parameter_{each.rule})" + ("" if each.is_required else "?") for each in parameters]
-        lines.append(f"call_{index}: {name} {' '.join(members)}")
-    return lines

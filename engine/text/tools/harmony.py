@@ -13,10 +13,6 @@ from engine.text.tools.tool_format import Message, OfferedTool, ToolFormat, Tool
 class HarmonyFormat(ToolFormat):
     """Calls as messages to a function, beside messages of thoughts and content."""
 
-    @property
-    def markup(self) -> frozenset[str]:
-        return frozenset(MARKS)
-
     def parser(self, tools: Tools) -> ChannelParser:
         return ChannelParser(reads_calls=True, tools=tools)
 
@@ -86,5 +82,6 @@ HARMONY = HarmonyFormat(
     name="harmony",
     aliases=("openai",),
     signs=(CHANNEL, MESSAGE),
+    inner=MARKS,
     may_answer_instead=False,  # an answer always begins with a channel
 )

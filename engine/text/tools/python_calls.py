@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.text.tools.python_literals import LiteralReader
-from engine.text.tools.text_values import parameters_of, refusal, self_contained, types_of
+from engine.text.tools.text_values import Parameter, arguments_in_order, refusal, self_contained, types_of
 from engine.text.tools.tool_format import (
     MAX_CALLS,
     SPACE,
@@ -285,32 +285,18 @@ def _calls(tools: Sequence[OfferedTool], *, is_forced: bool) -> list[str]:
         if not (tool.strict or is_forced):
             lines.append(f"arguments_{index}: free")
         else:
-            lines += _arguments(index, tool)
+            lines += arguments_in_order(tool, index, re.compile(_KEY), _written, between=", ", end=")")
     return lines
 
 
-def _arguments(index: int, tool: OfferedTool) -> list[str]:
-    """Return Lark for a tool's arguments and the bracket behind them.
-
-    Each rule is the rest of the arguments from one on: `first` if there was none before it, else `more`.
-    """
-    parameters, enforced = parameters_of(tool, index, re.compile(_KEY))
-    lines = [f"arguments_{index}: first_{index}_0"]
-    for place, each in enumerate(parameters):
-        one, then = f"argument_{each.rule}", f"{index}_{place + 1}"
-        lines.append(f'{one}: "{each.name}=" {_value(each.name, each.schema, enforced)}')
-        lines.append(f"first_{each.rule}: {one} more_{then}" + ("" if each.is_required else f" | first_{then}"))
-        lines.append(f'more_{each.rule}: ", " {one} more_{then}' + ("" if each.is_required else f" | more_{then}"))
-    return [*lines, *(f'{rule}_{index}_{len(parameters)}: ")"' for rule in ("first", "more"))]
-
-
-def _value(name: str, schema: object, tool: OfferedTool) -> str:
-    """Return Lark for a value."""
-    types = types_of(tool.parameters, name)
+def _written(each: Parameter, tool: OfferedTool) -> str:
+    """Return Lark for an argument."""
+    types, schema = types_of(tool.parameters, each.name), each.schema
     if types in ({"boolean"}, {"null"}) and isinstance(schema, Mapping) and not schema.keys() & {"enum", "const"}:
-        return '("True" | "False")' if "boolean" in types else '"None"'
+        return f'"{each.name}=" ' + ('("True" | "False")' if "boolean" in types else '"None"')
     spacing = SPACING if not types or types & {"array", "object"} else {}  # of which other values have none
-    return embedded(self_contained(name, schema, tool.parameters), **spacing, lenient=not tool.strict)
+    value = embedded(self_contained(each.name, schema, tool.parameters), **spacing, lenient=not tool.strict)
+    return f'"{each.name}=" {value}'
 
 
 def _bare_head(tools: Sequence[OfferedTool]) -> str:

@@ -46,7 +46,6 @@ class SectionFormat(ToolFormat):
     has_ids: bool = False  # a header is the call's id as well
     after: str = ""  # the text between the arguments and the end of a call
     between: str = ""  # the text between two calls
-    inner: tuple[str, ...] = ()  # further marks, within a header
 
     @property
     def markup(self) -> frozenset[str]:

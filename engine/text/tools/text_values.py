@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -180,6 +180,15 @@ class TextValuesParser(CallParser):
         """Return True if more text may complete a tag within or after a call."""
         raise NotImplementedError
 
+    def _reads_parameter(self, begun: re.Pattern[str]) -> bool:
+        """Begin the next parameter, if the text goes on with one; space before it is skipped."""
+        self._buffer = self._buffer.lstrip()
+        match = begun.match(self._buffer)
+        if match is not None:
+            self._buffer = self._buffer[match.end() :]
+            self._begin_parameter(match[1])
+        return match is not None
+
     def _begin_call(self, name: str) -> None:
         self._begin(name)
         self._parameters, self._given = self._tools.get(name, {}), set()
@@ -315,6 +324,60 @@ def parameters_of(tool: OfferedTool, index: int, named: re.Pattern[str]) -> tupl
         for place, (name, schema) in enumerate(properties.items())
     ]
     return found, tool._replace(parameters=parameters)
+
+
+def arguments_in_order(
+    tool: OfferedTool,
+    index: int,
+    named: re.Pattern[str],
+    written: Callable[[Parameter, OfferedTool], str],
+    *,
+    between: str,
+    end: str,
+) -> list[str]:
+    """Return Lark for a tool's arguments, with the texts between them and behind them.
+
+    Each rule is the rest of the arguments from one on: `first` if there was none before it, else `more`.
+    """
+    parameters, enforced = parameters_of(tool, index, named)
+    lines = [f"arguments_{index}: first_{index}_0"]
+    for place, each in enumerate(parameters):
+        one, then = f"argument_{each.rule}", f"{index}_{place + 1}"
+        lines.append(f"{one}: {written(each, enforced)}")
+        for rule, before in (("first", ""), ("more", json.dumps(between))):
+            rest = "" if each.is_required else f" | {rule}_{then}"
+            lines.append(f"{rule}_{each.rule}: {before} {one} more_{then}{rest}")
+    return [*lines, *(f"{rule}_{index}_{len(parameters)}: {json.dumps(end)}" for rule in ("first", "more"))]
+
+
+def calls_in_order(
+    tools: Iterable[OfferedTool],
+    named: re.Pattern[str],
+    values: ValueGrammar,
+    begun: tuple[Callable[[str], str], Callable[[str], str]],
+    *,
+    before: str = "",
+    end: str = "",
+    is_forced: bool,
+) -> list[str]:
+    """Return Lark whose rules `call_0`, `call_1`, ... are the tools' calls, with parameters in the schema's order.
+
+    `begun` return how a call and a parameter begin, by their names. Parameters of a tool that is not strict are free, unless
+    the call is forced.
+    """
+    lines = list[str]()
+    for index, tool in enumerate(tools):
+        head = f"call_{index}: {begun[0](tool.name)}"
+        if not (tool.strict or is_forced):
+            lines.append(f"{head} free")
+            continue
+        parameters, enforced = parameters_of(tool, index, named)
+        for each in parameters:
+            value = values.value(each.name, each.schema, enforced)
+            lines.append(f"parameter_{each.rule}: {begun[1](each.name)} {value}")
+        members = [f"({before} parameter_{each.rule})" + ("" if each.is_required else "?") for each in parameters]
+        lines.append(f"{head} {' '.join(members)} {end}")
+    return lines
 
 
 def self_contained(name: str, schema: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:

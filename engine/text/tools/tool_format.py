@@ -92,6 +92,7 @@ class ToolFormat(ABC):
     signs: tuple[str, ...] = ()  # texts of every chat template that teaches the format; none: it is not detected
     id_length: int = 0  # of a call's id, where templates insist on one
     openings: tuple[str, ...] = ()  # the marks that begin calls
+    inner: tuple[str, ...] = ()  # further marks, within calls and behind them
     ends_thoughts: bool = False  # such a mark ends thoughts that were not closed
     may_answer_instead: bool = True  # text that begins as JSON is no call
     introduction: str = ""  # describes `{tools}` where the template shows calls, but no tools
@@ -103,7 +104,7 @@ class ToolFormat(ABC):
     @property
     def markup(self) -> frozenset[str]:
         """The texts around calls; those that are special tokens are shown to the parser."""
-        return frozenset(self.openings)
+        return frozenset((*self.openings, *self.inner))
 
     @abstractmethod
     def parser(self, tools: Tools) -> PieceParser:

@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from engine.text.tools.text_values import TextValuesParser, ValueGrammar, parameters_of
+from engine.text.tools.text_values import TextValuesParser, ValueGrammar, calls_in_order
 from engine.text.tools.tool_format import SPACE, CallParser, OfferedTool, ToolFormat, Tools, any_of, literal, repeated
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -41,10 +41,6 @@ _PART_OF_PARAMETER = re.compile(PARAMETER + r"[^\n<>]{0,256}>?")
 
 class XmlFormat(ToolFormat):
     """Calls whose names and parameters are tags."""
-
-    @property
-    def markup(self) -> frozenset[str]:
-        return frozenset((OPENING, CLOSING))
 
     def parser(self, tools: Tools) -> CallParser:
         return XmlCallParser(tools)
@@ -72,7 +68,12 @@ class XmlFormat(ToolFormat):
 
 
 QWEN3_CODER = XmlFormat(
-    name="qwen3_coder", aliases=("qwen3_xml",), signs=(OPENING, FUNCTION), openings=(OPENING,), ends_thoughts=True
+    name="qwen3_coder",
+    aliases=("qwen3_xml",),
+    signs=(OPENING, FUNCTION),
+    openings=(OPENING,),
+    inner=(CLOSING,),
+    ends_thoughts=True,
 )
 
 
@@ -108,11 +109,9 @@ class XmlCallParser(TextValuesParser):
         return True
 
     def _members(self) -> bool:
-        self._buffer = buffer = self._buffer.lstrip()
-        if match := _PARAMETER.match(buffer):
-            self._buffer = buffer[match.end() :]
-            self._begin_parameter(match[1])
+        if self._reads_parameter(_PARAMETER):
             return True
+        buffer = self._buffer
         if buffer.startswith(END_FUNCTION):
             self._buffer = buffer[len(END_FUNCTION) :]
         elif END_FUNCTION.startswith(buffer) or _begins_parameter(buffer):
@@ -130,25 +129,13 @@ def _begins_parameter(text: str) -> bool:
 
 
 def _calls(tools: Sequence[OfferedTool], *, is_forced: bool) -> list[str]:
-    """Return Lark whose rule `call` is a function from its name to its end.
-
-    Parameters come in the schema's order. Those of a tool that is not strict are free, unless the call is forced.
-    """
+    """Return Lark whose rule `call` is a function from its name to its end."""
     values = ValueGrammar("\n", "\n", END_PARAMETER, ("\\n" + PARAMETER, "\\n<\\/function>"), {})
-    space = f"/{SPACE}/"
-    lines = [
+    space, end = f"/{SPACE}/", json.dumps(END_FUNCTION)
+    begun = lambda name: f'"{name}>"', lambda name: json.dumps(f"{PARAMETER}{name}>")
+    return [
         f"call: {any_of('call', len(tools))}",
-        f'free: ({space} "{PARAMETER}" /[^\\n<>]{{1,256}}/ ">\\n" string)* {space} "{END_FUNCTION}"',
+        f'free: ({space} "{PARAMETER}" /[^\\n<>]{{1,256}}/ ">\\n" string)* {space} {end}',
         *values.lines(),
+        *calls_in_order(tools, _PARAMETER_NAME, values, begun, before=space, end=f"{space} {end}", is_forced=is_forced),
     ]
-    for index, tool in enumerate(tools):
-        if not (tool.strict or is_forced):
-            lines.append(f'call_{index}: "{tool.name}>" free')
-            continue
-        parameters, enforced = parameters_of(tool, index, _PARAMETER_NAME)
-        for each in parameters:
-            value = values.value(each.name, each.schema, enforced)
-            lines.append(f"parameter_{each.rule}: {json.dumps(f'{PARAMETER}{each.name}>')} {value}")
-        members = [f"({space} parameter_{each.rule})" + ("" if each.is_required else "?") for each in parameters]
-        lines.append(f'call_{index}: "{tool.name}>" {" ".join(members)} {space} "{END_FUNCTION}"')
-    return lines
