@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from engine.core.errors import DeviceLostError
 from engine.core.step import PendingStep, Runner, StepPlan, StepResult
@@ -18,7 +18,6 @@ class GuardedStep:
         self._runner, self._step = runner, step
 
     def wait(self) -> StepResult:
-        """Wait for the device and return the step's result."""
         return self._runner.guarded(self._step.wait)
 
 
@@ -38,7 +37,8 @@ class GuardedRunner:
         `close` is called first, and returns whether the device is lost.
         """
         self._runner, self._translate, self._settle, self._close = runner, translate, settle, close
-        self._is_lost = False
+        self.read_blocks, self.write_blocks = runner.read_blocks, runner.write_blocks
+        self.use_idle_moment, self._is_lost = runner.use_idle_moment, False
 
     def guarded(self, call: Callable[[], T]) -> T:
         """Return a call's result."""
@@ -61,18 +61,6 @@ class GuardedRunner:
     def run(self, plan: StepPlan) -> GuardedStep:
         """Launch a step."""
         return GuardedStep(self, self.guarded(lambda: self._runner.run(plan)))
-
-    def read_blocks(self, blocks: Sequence[int], rows: Any) -> None:
-        """What the runner behind does with it."""
-        self._runner.read_blocks(blocks, rows)
-
-    def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
-        """What the runner behind does with it."""
-        self._runner.write_blocks(blocks, rows)
-
-    def use_idle_moment(self) -> bool:
-        """What the runner behind does with it."""
-        return self._runner.use_idle_moment()
 
     def close(self) -> None:
         """Release memory, unless the device is lost."""

@@ -120,7 +120,6 @@ class ModelStep:
         return self._sampled.ids.tolist()
 
     def wait(self) -> StepResult:
-        """Wait for the device and return the step's result."""
         self.is_over = True
         if self._result is None:
             self._result = self._read()

@@ -98,7 +98,6 @@ class PerLayerGate:
         return self._projection((gate * inputs[:, self._layer]).to(x.dtype))
 
     def describe(self) -> PartArgs | None:
-        """Describe the part to the native library, if that holds both matrices."""
         self._args = GateArgs(first=self._layer * self._width, activation=self._activation.value)
         return describe_part("per_layer", (self._gate.args, self._projection.args), self._args)
 
@@ -291,6 +290,5 @@ class SparseMLP:
         return adapted(self._down, AdaptedMatrix.DOWN, inner, adapters)
 
     def describe(self) -> PartArgs | None:
-        """Describe the part to the native library, if that holds both matrices."""
         self._args = SparseMLPArgs(self._deviations, self._activation.value)
         return describe_part("sparse_mlp", (self._gate_up.args, self._down.args), self._args)

@@ -13,7 +13,7 @@ from engine.runtime.attention.backend import Rotation
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.model_config import ModelConfig, QKNorm
 from engine.runtime.layers.norms import FullNorm, HeadNorm
-from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerAttention, Maker, adapted
+from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerAttention, Maker, adapted, summed
 from engine.runtime.layers.rope import rotate
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part, norm_args, scores_args
@@ -101,9 +101,7 @@ class Attention:
         out, gate = self.attend(x, angles, attention, adapters)
         if gate is not None:
             out = (out.float() * gate.float().sigmoid()).to(out.dtype)
-        y = adapted(self._o, AdaptedMatrix.O, out, adapters)
-        self._group.all_reduce(y)
-        return y
+        return summed(self._o, AdaptedMatrix.O, out, adapters, self._group)
 
     def attend(
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None

@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.kv_layout import DeviceState
 from engine.runtime.layers.model_config import DeltaConfig, ModelConfig
-from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerStates, Load, Maker, adapted
+from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerStates, Load, Maker, adapted, summed
 from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state, recurrence_args
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
@@ -93,7 +93,6 @@ class DeltaNet:
         attention: LayerStates,
         adapters: LayerAdapters | None = None,
     ) -> Tensor:
-        """Return [T, hidden] of x [T, hidden]."""
         rows, state = adapted(self._in, AdaptedMatrix.QKV, x, adapters), attention.recurrent(self._state)
         rows = torch.cat((rows, adapted(self._gates, AdaptedMatrix.Q_B, x, adapters)), 1)
         if self._moves is not None:
@@ -109,9 +108,7 @@ class DeltaNet:
                     prepare=self._prepare,
                 )  # fmt: skip
                 mixed[piece.first : piece.stop] = self._gated(out, own)
-        y = adapted(self._o, AdaptedMatrix.O, mixed, adapters)
-        self._group.all_reduce(y)
-        return y
+        return summed(self._o, AdaptedMatrix.O, mixed, adapters, self._group)
 
     def _gated(self, out: Tensor, rows: Tensor) -> Tensor:
         normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + self._eps) * self._norm
@@ -152,7 +149,6 @@ class DeltaNet:
         return q.index_select(1, heads), k.index_select(1, heads), v.unflatten(1, (-1, delta.v_dim))
 
     def describe(self) -> PartArgs | None:
-        """Describe the part to the native library, if that holds every matrix."""
         delta = self._delta
         self._taps = self._conv[:, 0].mT.contiguous()
         heads = {"num_heads": delta.num_v_heads, "num_k_heads": delta.num_k_heads, "shared": delta.shared}

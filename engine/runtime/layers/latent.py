@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerAttention, Maker, adapted
+from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerAttention, Maker, adapted, summed
 from engine.runtime.layers.rope import rotate
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part, norm_args, scores_args
@@ -118,9 +118,7 @@ class LatentAttention:
         mixed = self.attend(x, angles, attention, adapters)
         values = x.new_empty(len(x), self._num_heads, self._value_dim)
         self._values(mixed, values)
-        y = adapted(self._o, AdaptedMatrix.O, values.flatten(1), adapters)
-        self._group.all_reduce(y)
-        return y
+        return summed(self._o, AdaptedMatrix.O, values.flatten(1), adapters, self._group)
 
     def attend(
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
@@ -144,7 +142,6 @@ class LatentAttention:
         return attention(self._state, queries, keys, keys[..., : self._rank])
 
     def describe(self) -> PartArgs | None:
-        """Describe the part to the native library, if that holds every matrix."""
         queries = LinearArgs() if self._queries is None else self._queries.args
         if queries is None or not (isinstance(self._keys, NativeHeads) and isinstance(self._values, NativeHeads)):
             return None

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.kv_layout import DeviceState
 from engine.runtime.layers.model_config import MambaConfig, ModelConfig
-from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerStates, Load, Maker, adapted
+from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerStates, Load, Maker, adapted, summed
 from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state, recurrence_args
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
@@ -87,7 +87,6 @@ class Mamba2:
         attention: LayerStates,
         adapters: LayerAdapters | None = None,
     ) -> Tensor:
-        """Return [T, hidden] of x [T, hidden]."""
         rows, state = adapted(self._in, AdaptedMatrix.QKV, x, adapters), attention.recurrent(self._state)
         (width, channels, num_heads), scales = self._widths, self._mamba.scales
         for part, scale in ((rows[:, :width], scales[0]), (rows[:, -num_heads:], scales[4])):
@@ -104,9 +103,7 @@ class Mamba2:
                 for index, piece in enumerate(state.slices)
             ]  # fmt: skip
             mixed = self._gated(torch.cat(outputs), rows)
-        y = adapted(self._o, AdaptedMatrix.O, mixed, adapters)
-        self._group.all_reduce(y)
-        return y
+        return summed(self._o, AdaptedMatrix.O, mixed, adapters, self._group)
 
     def _by_kernels(self, rows: Tensor, state: DeviceState) -> Tensor:
         from engine.runtime.cuda.recurrence import Weights, advance, gated_norm
@@ -151,7 +148,6 @@ class Mamba2:
         return ((groups * scales).flatten(1) * self._norm).to(rows.dtype)
 
     def describe(self) -> PartArgs | None:
-        """Describe the part to the native library, if that holds both matrices."""
         mamba = self._mamba
         self._taps = self._conv[:, 0].mT.contiguous()
         heads = {"num_heads": mamba.num_heads, "num_k_heads": mamba.num_groups, "shared": mamba.shared}

@@ -170,7 +170,6 @@ class MoE:
         self.experts = stack_experts(self.gate_up, self.down, self._clamp or self._activation)
 
     def describe(self) -> PartArgs | None:
-        """Describe the part to the native library, if that holds every matrix."""
         experts = None if self.mixture is None else self.mixture.describe()
         if self.latents is None or experts is None:
             return experts
@@ -340,7 +339,6 @@ class MLPBesideMixture:
         return dense + norms["after_experts"](experts)
 
     def describe(self) -> PartArgs | None:
-        """Describe the part to the native library, if that holds every matrix."""
         mlp, experts = self._mlp.describe(), self._experts.describe()
         if mlp is None or experts is None:
             return None

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.runtime.activation import Activation
 from engine.runtime.layers.model_config import ModelConfig
-from engine.runtime.layers.parts import AdaptedMatrix, LayerAdapters, Maker, adapted
+from engine.runtime.layers.parts import AdaptedMatrix, LayerAdapters, Maker, adapted, summed
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs
@@ -41,10 +41,7 @@ class MLP:
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
         inner = adapted(self._gate_up, AdaptedMatrix.GATE_UP, x, adapters)
-        y = adapted(self._down, AdaptedMatrix.DOWN, inner, adapters)
-        self._group.all_reduce(y)
-        return y
+        return summed(self._down, AdaptedMatrix.DOWN, inner, adapters, self._group)
 
     def describe(self) -> PartArgs | None:
-        """Describe the part to the native library, if that holds both matrices."""
         return describe_part("mlp", (self._gate_up.args, self._down.args))

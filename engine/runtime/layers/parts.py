@@ -67,6 +67,13 @@ def adapted(linear: Linear, place: AdaptedMatrix, x: Tensor, adapters: LayerAdap
     return linear(x) if adapters is None else linear(x, adapters(place, x))
 
 
+def summed(linear: Linear, place: AdaptedMatrix, x: Tensor, adapters: LayerAdapters | None, group: Group) -> Tensor:
+    """Return the product with a matrix at a place, of which each rank has the part for its part of x."""
+    y = adapted(linear, place, x, adapters)
+    group.all_reduce(y)
+    return y
+
+
 def beside(adapters: LayerAdapters | None) -> LayerAdapters | None:
     """Return the terms for the second mixer of a layer, which calls its matrices as the first one does."""
     if adapters is None:

@@ -196,14 +196,6 @@ class RopeReader(NamedTuple):
     max_positions: int
 
 
-def _linear(rope: RopeReader) -> Scaling:
-    return Linear(rope.params.positive("factor"))
-
-
-def _dynamic(rope: RopeReader) -> Scaling:
-    return DynamicNTK(rope.params.positive("factor"), rope.max_positions)
-
-
 def _llama3(rope: RopeReader) -> Scaling:
     p = rope.params
     return Llama3(p.positive("factor"), p.number("low_freq_factor"), p.number("high_freq_factor"), rope.trained_len)
@@ -240,20 +232,18 @@ def _longrope(rope: RopeReader) -> Scaling:
     return LongRope(p.numbers("short_factor"), p.numbers("long_factor"), rope.trained_len, magnitude)
 
 
-def _proportional(rope: RopeReader) -> Scaling:
-    return Proportional(rope.params.number("partial_rotary_factor", 1.0), rope.params.positive("factor", 1.0))
-
-
 _SCALINGS: Mapping[str, Callable[[RopeReader], Scaling]] = {
     "default": lambda _: Linear(1.0),
     "mrope": lambda _: Linear(1.0),  # in three axes, see _axes
-    "linear": _linear,
-    "dynamic": _dynamic,
+    "linear": lambda rope: Linear(rope.params.positive("factor")),
+    "dynamic": lambda rope: DynamicNTK(rope.params.positive("factor"), rope.max_positions),
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
     "su": _longrope,
-    "proportional": _proportional,
+    "proportional": lambda rope: Proportional(
+        rope.params.number("partial_rotary_factor", 1.0), rope.params.positive("factor", 1.0)
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from engine.runtime.layers.parts import (
     RecurrentState,
     Slice,
     adapted,
+    summed,
 )
 from engine.runtime.layers.recurrence import MOST_TAPS, behind_tail, sums, tail_after, tail_pieces, tokens_of
 from engine.runtime.layers.shards import Plan, colwise, rowwise
@@ -69,7 +70,6 @@ class ShortConv:
         attention: LayerStates,
         adapters: LayerAdapters | None = None,
     ) -> Tensor:
-        """Return [T, hidden] of x [T, hidden]."""
         b, c, rows = adapted(self._in, AdaptedMatrix.QKV, x, adapters).chunk(3, 1)
         rows, state = b * rows, attention.recurrent(self._state)
         if uses_triton(x):
@@ -81,9 +81,7 @@ class ShortConv:
                 self._advance(state, i, piece, rows[piece.first : piece.stop]) for i, piece in enumerate(state.slices)
             ]
             mixed = (c.float() * torch.cat(parts)).to(x.dtype)
-        y = adapted(self._o, AdaptedMatrix.O, mixed, adapters)
-        self._group.all_reduce(y)
-        return y
+        return summed(self._o, AdaptedMatrix.O, mixed, adapters, self._group)
 
     def _advance(self, state: RecurrentState, index: int, piece: Slice, rows: Tensor) -> Tensor:
         """Return the float32 convolution of a slice's rows, and write what it leaves."""
@@ -97,7 +95,6 @@ class ShortConv:
         return mixed if self._bias is None else mixed + self._bias
 
     def describe(self) -> PartArgs | None:
-        """Describe the part to the native library, if that holds both matrices."""
         if self._conv.kernel > MOST_TAPS:
             return None
         (tails,) = self.states[0].pieces

@@ -228,7 +228,6 @@ class _LastLayers:
         self.paged_step = None if cache.paged_step is None else cache.paged_step[first:]
 
     def recurrent(self, layer: int) -> RecurrentState:
-        """See KVCache."""
         return self._cache.recurrent(self._first + layer)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -236,7 +235,6 @@ class _LastLayers:
 
     @property
     def from_projected(self) -> FromProjected | None:
-        """See KVCache."""
         rotate = self._cache.from_projected
         return None if rotate is None else lambda layer, qkv, rotation: rotate(self._first + layer, qkv, rotation)
 

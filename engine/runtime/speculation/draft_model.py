@@ -71,7 +71,6 @@ class DraftModel:
         return {} if drawn is None else self._go_on(slices, asked, drawn)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """See Drafter."""
         self._known.bring(blocks)
 
     def _go_on(self, slices: Sequence[SequenceSlice], asked: Mapping[int, int], drawn: Tensor) -> dict[int, list[int]]:

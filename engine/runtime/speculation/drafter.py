@@ -102,7 +102,6 @@ class UpToLength:
         self.forget, self.close = drafter.forget, drafter.close
 
     def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
-        """See Drafter."""
         pieces = [slices[index] for index, _ in plan.drafts]
         ends = [piece.start + piece.num_tokens + num for piece, (_, num) in zip(pieces, plan.drafts, strict=True)]
         short = tuple([each for each, end in zip(plan.drafts, ends, strict=True) if end <= self._max_len])

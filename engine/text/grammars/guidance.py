@@ -53,7 +53,6 @@ class GuidanceMatcher:
         self.grammar.charge(_memory() - before)
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return the length of the longest accepted prefix, without advancing."""
         if self.inner.is_stopped():
             return 0
         before = _memory()
@@ -62,11 +61,9 @@ class GuidanceMatcher:
         return count
 
     def rollback(self, count: int) -> None:
-        """Undo the last tokens."""
         self.inner.rollback(count)
 
     def is_complete(self) -> bool:
-        """Return True if only the end can follow."""
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def error(self) -> str | None:
@@ -137,7 +134,6 @@ class GuidanceGrammar:
         self._is_suspect = self._is_suspect or num_bytes > _SUSPECT_BYTES
 
     def start(self) -> GuidanceMatcher:
-        """Return a matcher before the first token."""
         return GuidanceMatcher(self, self._first.deep_copy())
 
     def fill_masks(self, matchers: Sequence[Matcher], address: int, num_words: int) -> None:

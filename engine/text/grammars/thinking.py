@@ -49,7 +49,6 @@ class ThinkingMatcher:
             self._inner.accept(token_id)
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return the length of the longest accepted prefix, without advancing."""
         state, num_thoughts = self._state, self._num_thoughts
         for count, token_id in enumerate(token_ids):
             if state is _State.THOUGHTS:
@@ -62,7 +61,6 @@ class ThinkingMatcher:
         return len(token_ids)
 
     def rollback(self, count: int) -> None:
-        """Undo the last tokens."""
         undone = self._past[-count:]
         del self._past[-count:]
         self._state = undone[0][0]
@@ -72,7 +70,6 @@ class ThinkingMatcher:
             self._inner.rollback(num_inner)
 
     def is_complete(self) -> bool:
-        """Return True if only the end can follow."""
         return self._state is _State.ANSWER and self._inner is not None and self._inner.is_complete()
 
     def error(self) -> str | None:
@@ -105,11 +102,9 @@ class ThinkingGrammar:
         self.end_ids = end_ids
 
     def start(self) -> ThinkingMatcher:
-        """Return a matcher before the first token."""
         return ThinkingMatcher(self._thinking, self._inner)
 
     def fill_masks(self, matchers: Sequence[Matcher], address: int, num_words: int) -> None:
-        """Write a row of words for each matcher."""
         for row, matcher in enumerate(matchers):
             assert isinstance(matcher, ThinkingMatcher)
             matcher.fill_mask(address + row * num_words * _WORD_BYTES, num_words)

@@ -108,7 +108,6 @@ class PackedIntegers:
 
     @staticmethod
     def shapes(part: Part) -> Shapes:
-        """Return the endings of their names, and shapes."""
         bits, groups = part.settings.bits, -(-part.inputs // part.group)
         scales = [(part.rows, groups), *([(1,), (), (part.rows,)] if groups == 1 else [])]
         found = {
@@ -144,7 +143,6 @@ class Int8:
 
     @staticmethod
     def shapes(part: Part) -> Shapes:
-        """Return the endings of their names, and shapes."""
         if part.has(".SCB"):
             return {".weight": (part.rows, part.inputs), ".SCB": (part.rows,)}
         groups = -(-part.inputs // part.group)
@@ -249,7 +247,6 @@ class Gptq:
 
     @staticmethod
     def shapes(part: Part) -> Shapes:
-        """Return the endings of their names, and shapes."""
         groups, bits = -(-part.inputs // part.group), part.settings.bits
         found = {".qweight": (-(-part.inputs * bits // 32), part.rows), ".scales": (groups, part.rows)}
         if part.has(".qzeros"):
@@ -278,7 +275,6 @@ class Mxfp4:
 
     @staticmethod
     def shapes(part: Part) -> Shapes:
-        """Return the endings of their names, and shapes."""
         codes, scales = Mxfp4._endings(part)
         blocks = part.inputs // 32
         shape = (part.rows, blocks, 16) if codes == "_blocks" else (part.rows, part.inputs // 2)
@@ -301,7 +297,6 @@ class Nvfp4:
 
     @staticmethod
     def shapes(part: Part) -> Shapes:
-        """Return the endings of their names, and shapes."""
         codes, tensor = Nvfp4._endings(part)
         return {
             codes: (part.rows, part.inputs // 2),
@@ -315,7 +310,7 @@ class Nvfp4:
         codes, tensor = Nvfp4._endings(part)
         scale = read(tensors[tensor]).float().reshape(())
         scales = read(tensors[".weight_scale"]).float() * (scale if tensor == ".weight_scale_2" else 1 / scale)
-        return _fp4(read(tensors[codes]), scales, 16)
+        return Floats(e2m1(_neighbours(read(tensors[codes]))) * scales.repeat_interleave(16, 1))
 
     @staticmethod
     def _endings(part: Part) -> tuple[str, str]:
@@ -391,11 +386,6 @@ def _middle(bits: int) -> Tensor:
 def _by_row(values: Tensor, rows: int) -> Tensor:
     """Return [rows, groups] of values for each row, or one for all."""
     return values if values.dim() == 2 else values.reshape(-1, 1).expand(rows, 1)
-
-
-def _fp4(stored: Tensor, scales: Tensor, group: int) -> Floats:
-    """Return weights of bytes [rows, inputs / 2]: the low nibble is the even input."""
-    return Floats(e2m1(_neighbours(stored)) * scales.repeat_interleave(group, 1))
 
 
 def _neighbours(stored: Tensor) -> Tensor:
