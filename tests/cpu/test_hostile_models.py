@@ -123,7 +123,9 @@ def outcome(attempt: Callable[[], object]) -> str:
 
 
 def changed(values: dict[str, Any], folder: Path) -> Path:
-    (folder / "config.json").write_text(json.dumps(values))
+    path = folder / "config.json"
+    path.unlink()  # a file that is cut to nothing waits for the disk where it is closed, thousands of times
+    path.write_text(json.dumps(values))
     return folder
 
 
