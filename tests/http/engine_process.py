@@ -101,7 +101,6 @@ class EngineProcess:
 
     def __init__(self, make: Callable[[], tuple[Engine, Callable[[], None]]]) -> None:
         ours, theirs = socket.socketpair()
-        gc.collect()
         self._process = os.fork()
         if self._process == 0:
             _run(theirs, make)
