@@ -62,7 +62,7 @@ _GROWTH = 1.05  # of what a step of decodes is thought to take, at most, from on
 _BESIDE = 0.6  # of a step of decodes, for work on an image beside so many streams: what varies makes that 1 at times
 _MANY = 8
 _MOST = 5  # of a step, beside fewer, whose steps cost nearly as much as theirs
-_PIECE_S = 0.02  # of the work on an image, where no step runs: a message waits no longer
+_PIECE_S = 0.02  # of work that may pause, where no step runs: a message waits no longer
 
 
 class Outbound(NamedTuple):
@@ -115,6 +115,7 @@ class Engine:
         if vision is not None:
             scheduler.missing.has = vision.has
         self._image_s = 0.0  # for work on an image behind the last step; 0 if none ran
+        self._paused_at_s: float | None = None  # when the oldest step has paused, if it is not complete
         self._offload = Offload(scheduler, runner, transports, clock) if transports else None
         self._depth = depth
         self._kv_events = kv_events
@@ -317,7 +318,8 @@ class Engine:
     def _step(self, events: StepEvents) -> None:
         """Launch a step, commit the oldest."""
         events.entries += self._scheduler.drop_hopeless(self.clock())
-        plan, self._image_s = self._scheduler.plan(self.clock()), 0.0
+        is_paused, self._image_s = self._paused_at_s is not None, 0.0
+        plan = None if is_paused else self._scheduler.plan(self.clock())
         if plan is not None:
             if self._contents is not None:
                 self._contents.flush()  # blocks are lost before they are written again
@@ -329,11 +331,28 @@ class Engine:
                     events.entries += self._commit_oldest().entries
                 raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
+            if not self._goes_on():
+                return
             events.entries += self._commit_oldest().entries
             while self._launched and self._beside is not None:
                 events.entries += self._commit_oldest().entries
         elif plan is None and self._scheduler.has_work and not self._is_waiting():
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
+
+    def _goes_on(self) -> bool:
+        """Let the oldest step go on, in a turn's time if it can pause; return whether it is complete, or not needed."""
+        (plan, step, begun_s), beside = self._launched[0], self._beside
+        if self._paused_at_s is not None:
+            is_needed, now = self._scheduler.awaits_oldest, self.clock()
+            away_s = now - (self._paused_at_s if is_needed else begun_s)
+            self._launched[0] = plan, step, begun_s + away_s
+            self._scheduler.paused(away_s)
+            if not is_needed:
+                step.close()
+        is_done = step.advance(beside.prompts_s(beside.streams_s) if beside and beside.streams_s else _PIECE_S)
+        self._progress_s = self.clock()
+        self._paused_at_s = None if is_done else self._progress_s
+        return is_done
 
     def _is_waiting(self) -> bool:
         """Return whether requests wait for vectors, or have waited a moment for blocks."""

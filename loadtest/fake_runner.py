@@ -23,7 +23,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.kv.tiers import Transfer
 from engine.core.spans import Span, divided
 from engine.core.stats import TransferKind
-from engine.core.step import Drafted, Fault, Rows, SequenceSlice, StepPlan, StepResult, count_agreeing
+from engine.core.step import Drafted, Fault, PendingStep, Rows, SequenceSlice, StepPlan, StepResult, count_agreeing
 from engine.core.types import TokenLogprob
 
 
@@ -78,7 +78,7 @@ class CostModel:
 Choose = Callable[[abc.Sequence[int], int], int]
 
 
-class FakeStep:
+class FakeStep(PendingStep):
     """A launched fake step."""
 
     def __init__(self, result: StepResult, before_wait: Callable[[], None], uncertain: abc.Sequence[int] = ()) -> None:

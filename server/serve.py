@@ -269,7 +269,7 @@ def _serve(plans: Sequence[_Plan], listener: socket.socket) -> int:
         if first := app.state.models.loaded[:1]:
             log.info("try: %s", _curl(_reachable(url), first[0].name, first[0].engine.facts, has_key=has_key))
 
-    arbiter = Arbiter()
+    arbiter = Arbiter() if len(plans) > 1 else None
     memory = _begin(plans)
     with _loading(plans, arbiter, memory) as (loader, loads):
         from server.daemon import run
@@ -280,7 +280,8 @@ def _serve(plans: Sequence[_Plan], listener: socket.socket) -> int:
 
 def open_app(argv: Sequence[str]) -> FastAPI:
     """Return the application that `quire serve` would serve, loaded, for another HTTP server. Raises QuireError."""
-    plans, arbiter = prepare_all(load_settings(argv)), Arbiter()
+    plans = prepare_all(load_settings(argv))
+    arbiter = Arbiter() if len(plans) > 1 else None
     with _loading(plans, arbiter, _begin(plans)) as (loader, loads):
         return _make_app(plans, arbiter, loader, [load and load.result() for load in loads])
 
@@ -301,7 +302,7 @@ def _begin(plans: Sequence[_Plan]) -> WeightMemory | None:
 
 @contextmanager
 def _loading(
-    plans: Sequence[_Plan], arbiter: Arbiter, memory: WeightMemory | None
+    plans: Sequence[_Plan], arbiter: Arbiter | None, memory: WeightMemory | None
 ) -> Iterator[tuple[ThreadPoolExecutor, list[Future[LoadedModel] | None]]]:
     """Load the models of the start on a thread, one after the other; stop them if the block raises."""
     is_over = Event()
@@ -326,7 +327,7 @@ def _loading(
 
 def _make_app(
     plans: Sequence[_Plan],
-    arbiter: Arbiter,
+    arbiter: Arbiter | None,
     loader: ThreadPoolExecutor,
     loads: Sequence[LoadedModel | Future[LoadedModel] | None],
 ) -> FastAPI:
@@ -351,7 +352,7 @@ def _make_app(
 
 def _load(
     plan: _Plan,
-    arbiter: Arbiter,
+    arbiter: Arbiter | None,
     is_wanted: Callable[[], bool],
     show_bars: bool | None = False,
     memory: WeightMemory | None = None,
@@ -434,7 +435,7 @@ def _load_beside(
     plan: _Plan,
     tell: Callable[[Progress], None],
     undo: ExitStack,
-    arbiter: Arbiter,
+    arbiter: Arbiter | None,
     memory: WeightMemory | None,
 ) -> tuple[EngineHandle, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""

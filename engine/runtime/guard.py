@@ -11,7 +11,7 @@ from engine.core.step import PendingStep, Runner, StepPlan, StepResult
 T = TypeVar("T")
 
 
-class GuardedStep:
+class GuardedStep(PendingStep):
     """A launched step, guarded."""
 
     def __init__(self, runner: GuardedRunner, step: PendingStep) -> None:

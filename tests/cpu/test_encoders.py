@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from tokenizers import Tokenizer, processors
 from torch import Tensor
 from typing_extensions import Self
 
+from engine.arbiter import Arbiter
 from engine.core.errors import ConfigError, HeadlessModelError, InvalidRequestError, ModelLoadError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
+from engine.core.step import PendingStep, StepResult
 from engine.core.types import Pooling, PoolingParams, Request
-from engine.runtime.execution.pieces import Pieces
 from engine.runtime.native.library import native
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
@@ -162,25 +164,37 @@ def test_fewer_bits_are_close_and_alike_in_every_batch(name: str, more: dict[str
         assert [numbers(llm.embed(each, progress=False))[0] for each in given(PROMPTS)] == found
 
 
-def test_a_pass_may_pause_between_operations(tmp_path: Path) -> None:
-    """As a vision tower's does, so that a long text holds up nothing for longer than a product of matrices."""
-    save(tmp_path, KINDS["bert"])
-    ids = tuple(PROMPTS[6].tolist())
-    params, spans = PoolingParams(pooling=Pooling.MEAN), (Span(0, len(ids), b"", is_atomic=True),)
-    request = Request(request_id="r", prompt=ids, params=params, arrival_s=0.0, spans=spans)
-    with LLM(str(tmp_path), dtype="float32", **ENGINE) as llm:
-        engine: Any = llm._engine
+@pytest.mark.parametrize("name", ["bert", "mpnet", "eurobert"])
+def test_a_pass_pauses_within_operations_and_is_the_same(name: str, tmp_path: Path) -> None:
+    """And one that is not needed ends where it is. A decoder's pass is one call of the native library."""
+    save(tmp_path, KINDS[name])
+    config = EngineConfig(model=str(tmp_path), dtype="float32", max_num_seqs=8, **ENGINE)
+    engine: Any = build_engine(config, lambda _: None, arbiter=Arbiter())
 
-        def compute() -> Any:
-            scheduler = Scheduler(engine.config)
+    def launch() -> PendingStep:
+        scheduler = Scheduler(engine.config)
+        for index, ids in enumerate(PROMPTS):
+            params, spans = PoolingParams(pooling=Pooling.MEAN), (Span(0, len(ids), b"", is_atomic=True),)
+            request = Request(
+                request_id=str(index), prompt=tuple(ids.tolist()), params=params, arrival_s=0.0, spans=spans
+            )
             scheduler.add(request)
-            return engine._runner.run(scheduler.plan(0.0)).wait().pooled
+        return engine._runner.run(scheduler.plan(0.0))
 
-        pieces, num_pauses = Pieces(compute), 0
-        while not pieces.advance(0.0):
-            num_pauses += 1
-        assert num_pauses > 3
-        assert pieces.result() == compute()
+    def pause(step: PendingStep, most: int) -> int:
+        return next((count for count in range(most) if step.advance(0.0)), most)
+
+    whole, paused, left = launch().wait(), launch(), launch()
+    assert pause(paused, 10_000) > (30 if native() is not None else 3)
+    assert paused.wait() == whole
+    assert len(whole.pooled) == len(PROMPTS)
+    pause(left, 3)
+    left.close()
+    assert left.advance(0.0)
+    assert left.wait() == StepResult(token_ids=[])
+    pause(launch(), 3)
+    engine.stop(0.0)  # which was never started, and lets go of its last step
+    assert "quire-pieces" not in {thread.name for thread in threading.enumerate()}
 
 
 def scored(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:

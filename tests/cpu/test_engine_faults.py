@@ -19,7 +19,7 @@ from tests.integrity import check_scheduler
 from tests.patience import PATIENCE_S
 
 
-class _Lost:
+class _Lost(PendingStep):
     """A step that was computed, and whose result cannot be had."""
 
     def wait(self) -> StepResult:

@@ -308,9 +308,9 @@ def test_a_client_that_leaves_ends_the_work_of_the_tower(folder: Path, monkeypat
             gone = weakref.ref(left.images[0])
             del left
             assert has_begun.wait(PATIENCE_S)
-            assert "quire-image" in {thread.name for thread in threading.enumerate()}
+            assert "quire-pieces" in {thread.name for thread in threading.enumerate()}
             engine.abort("left", AbortCause.DISCONNECT)
-            eventually(lambda: "quire-image" not in {thread.name for thread in threading.enumerate()})
+            eventually(lambda: "quire-pieces" not in {thread.name for thread in threading.enumerate()})
             eventually(lambda gone=gone: gc.collect() >= 0 and gone() is None)
             turns.clear()
             has_begun.clear()

@@ -569,9 +569,9 @@ def test_vectors_are_kept_up_to_a_limit_and_work_for_nobody_is_left(
     assert [vectors.has(image.digest) for image in (SMALL, WIDE, TALL, LARGE)] == [False, False, False, True]
     assert made == [LARGE.digest, SMALL.digest, WIDE.digest, TALL.digest, LARGE.digest]
     vectors.advance([SMALL.digest], 0.0)
-    assert any(thread.name == "quire-image" for thread in threading.enumerate())
+    assert any(thread.name == "quire-pieces" for thread in threading.enumerate())
     vectors.close()
-    assert all(thread.name != "quire-image" for thread in threading.enumerate())
+    assert all(thread.name != "quire-pieces" for thread in threading.enumerate())
 
 
 def said(served: Served) -> dict[tuple[str, int], Any]:

@@ -13,10 +13,12 @@ from engine.arbiter import Arbiter
 from engine.core.budget import SHARE, Beside, StepBudget, decode_load
 from engine.core.errors import EngineDeadError
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.types import FinishReason
+from engine.core.step import StepPlan, StepResult
+from engine.core.types import AbortCause, FinishReason, Pooling, PoolingParams, Request
 from engine.handle import EngineFacts
 from engine.loop import Engine
-from loadtest.fake_runner import FakeRunner
+from loadtest.fake_runner import FakeRunner, FakeStep
+from tests.integrity import check_scheduler
 from tests.pure.driver import VOCAB, config, request, solo
 from tests.pure.test_loop import GatedRunner, Listener
 
@@ -157,3 +159,76 @@ def test_two_engines_on_a_thread_say_what_they_say_alone_and_one_ends_without_th
     third.submit(request("again"))
     listener.wait_for(lambda: ("again", 0) in listener.ends)
     third.stop(0.0)
+
+
+class PausingRunner(FakeRunner):
+    """Its steps take as many turns as `num_left` says, whose seconds pass on `clock`."""
+
+    def __init__(self) -> None:
+        super().__init__(config(), vocab_size=VOCAB)
+        self.now_s, self.num_left, self.asked, self.closed = 1.0, 0, list[float](), 0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def run(self, plan: StepPlan) -> FakeStep:
+        return PausingStep(super().run(plan)._result, self)
+
+
+class PausingStep(FakeStep):
+    def __init__(self, result: StepResult, runner: PausingRunner) -> None:
+        super().__init__(result, lambda: None)
+        self.runner = runner
+
+    def advance(self, seconds: float) -> bool:
+        self.runner.asked.append(seconds)
+        if self.runner.closed or not self.runner.num_left:
+            return True
+        self.runner.num_left -= 1
+        self.runner.now_s += seconds
+        return False
+
+    def close(self) -> None:
+        self.runner.closed += 1
+        self._result = StepResult(token_ids=[])
+
+
+def test_a_step_that_pauses_goes_on_between_the_steps_of_others_and_ends_if_nothing_needs_it() -> None:
+    runner, scheduler = PausingRunner(), Scheduler(config())
+    engine = Engine(scheduler, runner, EngineFacts(VOCAB), clock=runner.clock)
+    engine._deliver = listener = Listener()
+    streams, targeted = Beside(0.05, None), Beside(0.05, 0.1)
+
+    def turn(beside: Beside | None = streams) -> None:
+        engine.turn(beside)
+        runner.now_s += 10.0  # of others' turns
+        check_scheduler(scheduler)
+
+    def submit(name: str) -> None:
+        engine.submit(
+            Request(request_id=name, prompt=(1, 2, 3), params=PoolingParams(pooling=Pooling.MEAN), arrival_s=0.0)
+        )
+
+    runner.num_left = 3
+    submit("one")
+    turn()
+    submit("two")  # which waits
+    turn(targeted)
+    turn(None)
+    turn()
+    assert runner.asked == [pytest.approx(each) for each in (SHARE * 0.05, 0.04, 0.02, SHARE * 0.05)]
+    assert runner.num_steps == 1
+    assert engine.stats.step_s.sum == pytest.approx(sum(runner.asked[:3]))  # without the others' turns
+    assert listener.ends["one", 0].finish_reason is FinishReason.LENGTH
+    runner.num_left = 3
+    turn()
+    submit("three")
+    engine.abort("two", AbortCause.DISCONNECT)
+    turn()
+    assert runner.closed == 1
+    assert engine.stats.step_s.sum == pytest.approx(sum(runner.asked[:3]))  # nothing is learned of a part
+    runner.closed = runner.num_left = 0
+    turn()
+    assert set(listener.ends) == {("one", 0), ("two", 0), ("three", 0)}
+    assert not scheduler.has_work
+    engine.stop(0.0)

@@ -323,6 +323,15 @@ class Scheduler:
         self._queue.update_gauges()
         return events
 
+    @property
+    def awaits_oldest(self) -> bool:
+        """Return whether any sequence of the oldest step in flight has not ended or been preempted."""
+        return not all(seq.is_leaving for seq in self._in_flight[0].all_sequences)
+
+    def paused(self, seconds: float) -> None:
+        """Leave out time in which the oldest step in flight did not go on."""
+        self._in_flight[0].planned_s += seconds
+
     def roll_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
         """Undo the plans in flight, for which the device had no memory, and halve the next steps.
 

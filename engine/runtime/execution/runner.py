@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +26,18 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.stats import FailureCause
-from engine.core.step import Fault, Pairs, Resources, Rows, RowStart, SequenceSlice, StepPlan, StepResult, plan_prompts
+from engine.core.step import (
+    Fault,
+    Pairs,
+    PendingStep,
+    Resources,
+    Rows,
+    RowStart,
+    SequenceSlice,
+    StepPlan,
+    StepResult,
+    plan_prompts,
+)
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.backend import Batch
 from engine.runtime.execution.pooling import Pooled, pool
@@ -84,7 +97,7 @@ class _Computed(NamedTuple):
         )
 
 
-class ModelStep:
+class ModelStep(PendingStep):
     """A launched step; its tensors are on their way to the host."""
 
     def __init__(
@@ -197,6 +210,8 @@ class ModelRunner:
         self.heads = None if head is None else HeadDrafter(head, kv_cache, config, device, self._tables)
         self._images: ImageRows | None = None
         self.pooler: Pooler | None = None
+        self.pauses_above = inf  # tokens; a step of more may pause
+        self._paused: PendingStep | None = None
 
     def begin(self) -> None:
         """On CUDA, run a step: cuBLAS's handle and workspace belong to a thread."""
@@ -273,9 +288,17 @@ class ModelRunner:
             self._host_pool.close()
         self._host_pool = None
 
+    def run(self, plan: StepPlan) -> PendingStep:
+        """Launch a step, which may pause if it is long."""
+        if plan.num_tokens <= self.pauses_above:
+            return self._run(plan)
+        from engine.runtime.execution.pieces import StepInPieces
+
+        self._paused = StepInPieces(partial(self._run, plan))
+        return self._paused
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> ModelStep:
-        """Launch a step."""
+    def _run(self, plan: StepPlan) -> ModelStep:
         slices, changes = self._rows.follow(plan), self._tables.follow(plan)
         if plan.rows and self._images is not None:
             self._images.follow(plan.rows)
@@ -402,6 +425,8 @@ class ModelRunner:
     def close(self) -> None:
         """Release weights, pool and graphs."""
         self._graphs = None
+        if self._paused is not None:
+            self._paused.close()
         self.close_host_pool()
         if self._drafter is not None:
             self._drafter.close()

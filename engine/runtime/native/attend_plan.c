@@ -1,4 +1,5 @@
 /* Attention of a batch: find shared keys, cut the work into tasks (attend_task), run them on the team, join the parts. */
+#include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -29,6 +30,7 @@ struct attend_job {
     const struct attend_task *tasks;
     int64_t num_tasks;
     size_t scratch_bytes;
+    double pause_at;
     atomic_llong next;
     atomic_int out_of_memory;
 };
@@ -40,17 +42,23 @@ static void take_tasks(void *context) {
         atomic_store(&job->out_of_memory, 1);
         return;
     }
-    for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_tasks;)
+    for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_tasks;) {
         active_kernels()->attend(job->args, &job->tasks[i], scratch);
+        if (team_must_pause(job->pause_at)) break;
+    }
     free(scratch);
 }
 
 static enum status run_tasks(const struct plan *plan, int64_t begin, int64_t end) {
     if (begin == end) return QUIRE_OK;
     size_t scratch = active_kernels()->attend_scratch(plan->args);
-    struct attend_job job = {plan->args, plan->tasks + begin, end - begin, scratch, 0, 0};
-    team_run(take_tasks, &job, plan->threads);
-    return atomic_load(&job.out_of_memory) ? QUIRE_NO_MEMORY : QUIRE_OK;
+    struct attend_job job = {plan->args, plan->tasks + begin, end - begin, scratch, HUGE_VAL, 0, 0};
+    do {
+        job.pause_at = team_pause_at();
+        team_run(take_tasks, &job, plan->threads);
+        if (atomic_load(&job.out_of_memory)) return QUIRE_NO_MEMORY;
+    } while (atomic_load(&job.next) < job.num_tasks && team_goes_on());
+    return QUIRE_OK;
 }
 
 /* The unshared keys that any of the queries [first, first + num) of a slice sees. */

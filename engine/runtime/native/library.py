@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from ctypes import POINTER, Structure, addressof, c_char, c_char_p, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, addressof, c_char, c_char_p, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache, partial
 from struct import Struct
@@ -192,6 +192,7 @@ class Library:
         check_layout(functions)
         self._set_threads = _declare(functions.quire_set_threads, None, c_int32)
         self._stay_aside = _declare(functions.quire_stay_aside, None, c_int32)
+        self._pause = _declare(functions.quire_pause, None, POINTER(c_double), _PAUSE)
         self._use_isa = _declare(functions.quire_use_isa, c_int32, c_int32)
         # Keeps freed memory in the process from now on, up to 256 MiB, for the next step.
         self.keep_memory = _declare(functions.quire_keep_memory, None)
@@ -241,6 +242,15 @@ class Library:
         self._stay_aside(stays)
         self.packer.begin = partial(self._stay_aside, stays)
 
+    def pause(self, at: c_double, wait: Callable[[], int]) -> Any:
+        """Have this thread's calls pause once the monotonic clock has come to `at`, as long as what is returned lives.
+
+        `wait` returns when they may go on; if it returns true, they and all later ones compute nothing.
+        """
+        called = _PAUSE(wait)
+        self._pause(at, called)
+        return called
+
     def kind(self, name: str) -> int:
         """Return the address of a kind of part. Raises ConfigError if its structure is another here."""
         if name not in self._kinds:
@@ -251,6 +261,9 @@ class Library:
     def low_dtype(self, up: LinearArgs) -> torch.dtype:
         """Return the type of the factors that `up` is multiplied with."""
         return next(dtype for dtype, code in DTYPES.items() if code == self._low_dtype(up))
+
+
+_PAUSE = CFUNCTYPE(c_int32)
 
 
 def _declare(function: ctypes._NamedFuncPointer, result: Any, *arguments: Any) -> Callable[..., Any]:

@@ -1,4 +1,5 @@
 /* The library's entry points: choose an instruction set, cut a call's work into shares, let the team take them. */
+#include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #ifdef __GLIBC__
@@ -85,7 +86,8 @@ EXPORT void quire_keep_memory(void) {
 struct range_job {
     range_work *run;
     const void *args;
-    int64_t count, threads;
+    int64_t count, threads, most;
+    double pause_at;
     atomic_llong next;
 };
 
@@ -94,16 +96,25 @@ static void take_ranges(void *context) {
     long long begin = atomic_load(&job->next);
     while (begin < job->count) {
         int64_t step = (job->count - begin + 2 * job->threads - 1) / (2 * job->threads);
-        if (job->threads == 1) step = job->count;
+        if (job->threads == 1) step = job->count - begin;
+        if (step > job->most) step = job->most;
         if (!atomic_compare_exchange_weak(&job->next, &begin, begin + step)) continue;
         job->run(job->args, begin, begin + step);
+        if (team_must_pause(job->pause_at)) return;
         begin = atomic_load(&job->next);
     }
 }
 
 void run_ranges(range_work *run, const void *args, int64_t count, int64_t unit) {
-    struct range_job job = {run, args, count, count > 1 && count * unit > WORTH_SHARING ? team_size() : 1, 0};
-    if (count > 0) team_run(take_ranges, &job, (int)job.threads);
+    struct range_job job = {
+        .run = run, .args = args, .count = count, .most = count,
+        .threads = count > 1 && count * unit > WORTH_SHARING ? team_size() : 1,
+    };
+    if (team_pause_at() != HUGE_VAL) job.most = BETWEEN_PAUSES / (unit > 0 ? unit : 1) + 1;
+    if (count > 0) do {
+        job.pause_at = team_pause_at();
+        team_run(take_ranges, &job, (int)job.threads);
+    } while (atomic_load(&job.next) < count && team_goes_on());
 }
 
 EXPORT int32_t quire_store(const struct store_args *a) {

@@ -398,7 +398,16 @@ typedef void (*team_work)(void *context);
 void team_run(team_work work, void *context, int num_threads);
 int team_size(void);
 
-enum { WORTH_SHARING = 32 * 1024 }; /* values touched, below which waking a second thread costs more than it saves */
+/* Work may pause at a time that is asked for before a run: threads that find it has come take no further piece. If some are
+ * left then, the caller asks whether to go on, which waits until the answer is known, and runs the work again. */
+double team_pause_at(void);
+int team_must_pause(double at);
+int team_goes_on(void);
+
+enum {
+    WORTH_SHARING = 32 * 1024, /* values touched, below which waking a second thread costs more than it saves */
+    BETWEEN_PAUSES = 256 * 1024, /* values touched by a piece of work that may pause; some tenths of a millisecond */
+};
 
 /* quire_cpu.c: the kernels in use. */
 const struct kernels *active_kernels(void);

@@ -4,9 +4,11 @@
  * scheduled. A worker joins a call while its gate is open. The caller works too, closes the gate when the pieces have run
  * out, and waits only for the workers inside. Between calls a worker polls for the next one for a while, because a step
  * makes one every few microseconds, and then sleeps. */
+#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <time.h>
 
 #include "quire_cpu.h"
 
@@ -24,6 +26,9 @@ static atomic_uint gate = 1u << 31;    /* number of workers inside the current c
 static atomic_int num_asleep, num_wanted = 1; /* wanted: threads of a call, the caller included */
 static int num_workers;
 static _Thread_local int32_t is_aside; /* this thread's calls leave the team to others */
+static _Thread_local const volatile double *pause_at; /* when this thread's calls pause; NULL: they do not */
+static _Thread_local int32_t (*pause_call)(void);
+static _Thread_local int32_t is_over; /* nobody needs what this thread's calls compute */
 static team_work job_work;
 static void *job_context;
 
@@ -70,10 +75,31 @@ __attribute__((visibility("default"))) void quire_set_threads(int32_t num_thread
 /* From now on the calling thread computes alone, or in the team again. */
 __attribute__((visibility("default"))) void quire_stay_aside(int32_t stays) { is_aside = stays; }
 
+/* From now on the calling thread's calls pause between two pieces of work once the monotonic clock has come to *at: then they
+ * call `pause`, which returns when they may go on. If it returns anything but 0, they and all later ones compute nothing. */
+__attribute__((visibility("default"))) void quire_pause(const volatile double *at, int32_t (*pause)(void)) {
+    pause_at = at, pause_call = pause, is_over = 0;
+}
+
+double team_pause_at(void) { return pause_at ? *pause_at : HUGE_VAL; }
+
+int team_must_pause(double at) {
+    struct timespec now;
+    if (at == HUGE_VAL) return 0;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec >= at;
+}
+
+int team_goes_on(void) {
+    is_over = is_over || pause_call();
+    return !is_over;
+}
+
 int team_size(void) { return atomic_load(&num_wanted); }
 
 void team_run(team_work work, void *context, int num_threads) {
     static atomic_flag is_taken = ATOMIC_FLAG_INIT;
+    if (is_over) return;
     if (num_threads < 2 || is_aside || team_size() < 2 || atomic_flag_test_and_set(&is_taken)) {
         work(context); /* also while another thread of the process uses the team */
         return;
