@@ -45,7 +45,7 @@ from engine.runtime.execution.device_memory import (
 )
 from engine.runtime.execution.runner import ModelRunner, warm_up_plan
 from engine.runtime.guard import GuardedRunner
-from engine.runtime.kv_layout import StateSpec, attends
+from engine.runtime.kv_layout import AttentionSpec, StateSpec, attends
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
@@ -57,7 +57,6 @@ from engine.runtime.pool.batch import ALONE, Ranks
 from engine.runtime.pool.groups import LayerGroups, group_layers
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.pool_size import PoolBudget, default_cpu_budget, fit_pool, resolve_kv_dtype
-from engine.runtime.pool.states import place_states
 from engine.runtime.speculation.heads import Head
 from engine.runtime.stores.pinned import STAGING_BYTES
 from engine.runtime.stores.tier import Tier
@@ -144,6 +143,10 @@ class _Parts:
     @cached_property
     def state_blocks(self) -> int:
         """Return the blocks that recurrent state takes of the pool, a sequence; 0 in a model without."""
+        if all(isinstance(spec, AttentionSpec) for spec in self.states):
+            return 0
+        from engine.runtime.pool.states import place_states
+
         return place_states(self.states, self.config.block_size * self.groups.cuts[-1]).num_blocks
 
     @property

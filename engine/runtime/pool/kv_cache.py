@@ -15,6 +15,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,10 +37,12 @@ from engine.runtime.layers.parts import FromProjected, LayerStates, RecurrentSta
 from engine.runtime.native.decoder import PagedLayer, PagedState, PagedStep
 from engine.runtime.pool import pool_size
 from engine.runtime.pool.groups import NO_GROUP, LayerGroups, one_group
-from engine.runtime.pool.states import StatePool
 from engine.runtime.stores import pinned
 from engine.runtime.stores.host import split_rows
 from engine.runtime.transfer import to_device
+
+if TYPE_CHECKING:
+    from engine.runtime.pool.states import StatePool
 
 _AHEAD_BYTES = 512 << 20  # prepared beyond the used part: enough for a burst; an idle server holds this much too much
 _PIECE_BYTES = 2 << 20  # one piece; a request that arrives meanwhile waits for it
@@ -129,6 +132,8 @@ class KVCache:
         self._keys, self._values = ({index: pair[at] for index, pair in tensors.items()} for at in (0, 1))
         self._states: StatePool | None = None
         if len(self._specs) < len(specs):
+            from engine.runtime.pool.states import StatePool
+
             self._states = StatePool(specs, self._parts[0].view(torch.uint8), max_rows, max_drafts)
         # The whole pool, for the native library.
         self.paged_step: PagedStep | None = None
