@@ -62,6 +62,7 @@ _GROWTH = 1.05  # of what a step of decodes is thought to take, at most, from on
 _BESIDE = 0.6  # of a step of decodes, for work on an image beside so many streams: what varies makes that 1 at times
 _MANY = 8
 _MOST = 5  # of a step, beside fewer, whose steps cost nearly as much as theirs
+_LITTLE = 2
 _PIECE_S = 0.02  # of work that may pause, where no step runs: a message waits no longer
 
 
@@ -349,7 +350,9 @@ class Engine:
             self._scheduler.paused(away_s)
             if not is_needed:
                 step.close()
-        is_done = step.advance(beside.prompts_s(beside.streams_s) if beside and beside.streams_s else _PIECE_S)
+        piece_s = beside.prompts_s(beside.streams_s) if beside and beside.streams_s else _PIECE_S
+        # One that was planned to fit, and takes a little longer, is not cut: its rest would take another turn.
+        is_done = step.advance(piece_s if self._scheduler.oldest_s > _LITTLE * piece_s else _LITTLE * piece_s)
         self._progress_s = self.clock()
         self._paused_at_s = None if is_done else self._progress_s
         return is_done

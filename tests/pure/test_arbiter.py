@@ -216,12 +216,14 @@ def test_a_step_that_pauses_goes_on_between_the_steps_of_others_and_ends_if_noth
     turn(targeted)
     turn(None)
     turn()
-    assert runner.asked == [pytest.approx(each) for each in (SHARE * 0.05, 0.04, 0.02, SHARE * 0.05)]
+    share_s = 2 * SHARE * 0.05  # nothing is known of how long the step takes
+    assert runner.asked == [pytest.approx(each) for each in (share_s, 0.08, 0.04, share_s)]
     assert runner.num_steps == 1
     assert engine.stats.step_s.sum == pytest.approx(sum(runner.asked[:3]))  # without the others' turns
     assert listener.ends["one", 0].finish_reason is FinishReason.LENGTH
     runner.num_left = 3
     turn()
+    assert runner.asked[-1] == pytest.approx(SHARE * 0.05)  # a step like the first, which would take several turns
     submit("three")
     engine.abort("two", AbortCause.DISCONNECT)
     turn()

@@ -324,6 +324,11 @@ class Scheduler:
         return events
 
     @property
+    def oldest_s(self) -> float:
+        """Return the seconds that the oldest step in flight is expected to take."""
+        return self._budget.times.seconds(self._in_flight[0].load)
+
+    @property
     def awaits_oldest(self) -> bool:
         """Return whether any sequence of the oldest step in flight has not ended or been preempted."""
         return not all(seq.is_leaving for seq in self._in_flight[0].all_sequences)
