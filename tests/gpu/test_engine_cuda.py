@@ -92,7 +92,7 @@ def test_graphs_say_what_single_launches_say(depth: bool, tmp_path: Path, monkey
         return launch(self, rows)
 
     monkeypatch.setattr(DecodeGraphs, "launch", counting)
-    wishes = {"max_tokens": 5} if IS_INTERPRETED else {}
+    wishes = {"max_tokens": 3} if IS_INTERPRETED else {}
     eager = answers(build(tmp_path, "cuda", async_scheduling=depth, enforce_eager=True), lambda engine, i: wishes)
     assert not launched
     assert answers(build(tmp_path, "cuda", async_scheduling=depth), lambda engine, i: wishes) == eager
