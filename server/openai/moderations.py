@@ -19,7 +19,7 @@ from server.http.bodies import json_body
 from server.http.middleware import state_of
 from server.http.openapi import answers
 from server.http.threads import unless_disconnected
-from server.openai.prompt_only import check_num_inputs
+from server.openai.prompt_only import Few
 from server.openai.scores import Texts
 from server.protocol.documents import ResponseBody
 
@@ -29,7 +29,7 @@ router = APIRouter()
 class ModerationBody(EngineBody):
     """The request."""
 
-    input: Texts = Field(description="A text or a list of texts, each as a user's.")
+    input: Annotated[Texts, Few] = Field(description="A text or a list of texts, each as a user's.")
 
 
 class Moderated(ResponseBody):
@@ -58,7 +58,6 @@ async def create_moderation(
     guard = responder.guard if judge is None else ContentGuard(model.find(body.model).name, 1, lambda: judge)
     if guard is None:
         raise InvalidRequestError("This model is no guard and has none; name a guard.", param="model")
-    check_num_inputs(len(body.input), "input")
     [like] = responder.admit(
         state_of(http.scope), responder.requests(body, None, [[0]], [SamplingParams(max_tokens=1)])
     )

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError, UnsupportedError
@@ -67,10 +67,15 @@ class PromptOnlyBody(EngineBody):
         return reader.truncation(self.truncate_prompt_tokens, self.truncation_side)
 
 
-def check_num_inputs(num: int, param: str) -> None:
-    """Raise InvalidRequestError for too many inputs."""
-    if num > MAX_INPUTS:
-        raise InvalidRequestError(f"{param} has {num} items; one request may have at most {MAX_INPUTS}.", param=param)
+def _few(inputs: list[Any], info: ValidationInfo) -> list[Any]:
+    """Return the items of a field. Raises InvalidRequestError for too many."""
+    if len(inputs) > MAX_INPUTS:
+        message = f"{info.field_name} has {len(inputs)} items; one request may have at most {MAX_INPUTS}."
+        raise InvalidRequestError(message, param=info.field_name)
+    return inputs
+
+
+Few = AfterValidator(_few)  # of an annotation
 
 
 Result = TypeVar("Result")
@@ -140,7 +145,7 @@ class EmbeddingBody(PromptOnlyBody):
         "use_activation": Refused((True,)),
     }
 
-    input: Prompts = Field(description="A text, token ids, or a list of either; each gets one vector.")
+    input: Annotated[Prompts, Few] = Field(description="A text, token ids, or a list of either; each gets one vector.")
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="Vectors as numbers, or as base64 of float32."
     )
@@ -155,11 +160,6 @@ class EmbeddingBody(PromptOnlyBody):
     normalize: bool | None = Field(
         None, description="Scale vectors to length one; if left out, as the model's files say."
     )
-
-    @model_validator(mode="after")
-    def _check_size(self) -> EmbeddingBody:
-        check_num_inputs(len(self.input), "input")
-        return self
 
     def shape(self, pooled: Sequence[float], *, normalizes: bool) -> list[float] | str:
         """Return an input's vector. Raises InvalidRequestError for too many dimensions."""

@@ -35,10 +35,10 @@ from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.completions import Prompts
 from server.openai.prompt_only import (
+    Few,
     Numbers,
     PromptOnlyBody,
     beside,
-    check_num_inputs,
     pooling_params,
     read_inputs,
     shape_each,
@@ -56,13 +56,12 @@ class ScoreBody(PromptOnlyBody):
     """The request. Texts are paired in order, or one text_1 with every text_2."""
 
     text_1: Texts = Field(description="The given text; one for all items of text_2, or one for each.")
-    text_2: Texts = Field(description="The continuation whose likelihood is computed.")
+    text_2: Annotated[Texts, Few] = Field(description="The continuation whose likelihood is computed.")
     reduction: Reduction = Field("mean", description="mean: log likelihood per token; sum: in total.")
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ScoreBody:
         firsts, seconds = len(self.text_1), len(self.text_2)
-        check_num_inputs(seconds, "text_2")
         if firsts not in (1, seconds):
             raise InvalidRequestError(
                 f"text_1 has {firsts} texts and text_2 {seconds}; send one text_1, or as many as there are text_2.",
@@ -226,16 +225,11 @@ class RerankBody(PromptOnlyBody):
     }
 
     query: str = Field(description="What is looked for.")
-    documents: Annotated[list[Document], BeforeValidator(_documents, json_schema_input_type=list[str | Document])] = (
-        Field(min_length=1, description="Texts, or objects with a text.")
-    )
+    documents: Annotated[
+        list[Document], BeforeValidator(_documents, json_schema_input_type=list[str | Document]), Few
+    ] = Field(min_length=1, description="Texts, or objects with a text.")
     top_n: Integer | None = Field(None, ge=1, description="Return so many documents, the best ones.")
     return_documents: bool = Field(True, description="Return the documents' texts, too.")
-
-    @model_validator(mode="after")
-    def _check_documents(self) -> RerankBody:
-        check_num_inputs(len(self.documents), "documents")
-        return self
 
 
 class RankedDocument(ResponseBody):
@@ -286,13 +280,10 @@ async def create_ranking(
 class ClassifyBody(PromptOnlyBody):
     """The request. `input` takes the same as the prompt of a completion."""
 
-    input: Prompts = Field(description="A text, token ids, or a list of either; each gets the scores of all labels.")
+    input: Annotated[Prompts, Few] = Field(
+        description="A text, token ids, or a list of either; each gets the scores of all labels."
+    )
     use_activation: bool = Field(True, description="Return scores as probabilities.")
-
-    @model_validator(mode="after")
-    def _check_size(self) -> ClassifyBody:
-        check_num_inputs(len(self.input), "input")
-        return self
 
 
 class Classified(ResponseBody):
