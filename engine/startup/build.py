@@ -31,7 +31,6 @@ from engine.runtime.attention.backend import AttentionBackend
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.device import check_device
-from engine.runtime.cuda.faults import guard_cuda
 from engine.runtime.cuda.toolchain import check_toolchain
 from engine.runtime.execution.device import load_kernels, resolve_device, share_threads
 from engine.runtime.execution.device_memory import (
@@ -44,7 +43,7 @@ from engine.runtime.execution.device_memory import (
     other_steps,
 )
 from engine.runtime.execution.runner import ModelRunner, warm_up_plan
-from engine.runtime.guard import GuardedRunner
+from engine.runtime.guard import GuardedRunner, guard_cuda
 from engine.runtime.kv_layout import AttentionSpec, StateSpec, attends
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.causal_lm import CausalLM

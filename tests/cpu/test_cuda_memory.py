@@ -18,7 +18,6 @@ from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, 
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import Progress
 from engine.runtime.cuda.device import check_device, explain_absence
-from engine.runtime.cuda.faults import guard_cuda, to_fault
 from engine.runtime.execution import device
 from engine.runtime.execution.device import resolve_device
 from engine.runtime.execution.device_memory import (
@@ -27,6 +26,7 @@ from engine.runtime.execution.device_memory import (
     measure_memory,
 )
 from engine.runtime.execution.runner import ModelRunner, warm_up_plan
+from engine.runtime.guard import guard_cuda, to_fault
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import _Parts, _pool_budget, _warm_up_cuda
 from loadtest.fake_runner import FakeRunner, FakeStep

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.models import servable
+from engine.runtime.models import config_file
 from engine.runtime.models.load import load_model
 from engine.runtime.models.transformers_adapter import TransformersModel
 from engine.settings.engine_config import EngineConfig
@@ -107,7 +107,7 @@ def test_refuses_what_it_cannot_serve(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", UNLISTED)
 def test_a_first_pass_refuses_what_no_table_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servable, "_OTHER_ATTENTION", {})
+    monkeypatch.setattr(config_file, "_OTHER_ATTENTION", {})
     REFUSED[name][0].build().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=UNLISTED[name]):
         load(tmp_path, load_format="dummy")
@@ -128,7 +128,7 @@ def test_a_rotation_by_the_longest_batch_mate_is_refused(tmp_path: Path) -> None
 
 
 def test_refuses_attention_that_no_table_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servable, "_OWN_ATTENTION", ())
+    monkeypatch.setattr(config_file, "_OWN_ATTENTION", ())
     Case("FalconConfig").build().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match="attention of FalconForCausalLM"):
         load(tmp_path, load_format="dummy")

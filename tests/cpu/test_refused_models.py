@@ -16,7 +16,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.runtime.models import servable
+from engine.runtime.models import config_file
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.startup.model_check import check_model
 from quire import LLM
@@ -144,7 +144,7 @@ def write(folder: Path, values: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", servable._OWN_ATTENTION)
+@pytest.mark.parametrize("kind", config_file._OWN_ATTENTION)
 def test_what_transformers_could_exchange_is_not_refused(kind: str) -> None:
     """The table is older than the installed transformers, which may have learned it."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING[transformers.CONFIG_MAPPING[kind]]

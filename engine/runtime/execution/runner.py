@@ -40,10 +40,9 @@ from engine.core.step import (
 )
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.backend import Batch
-from engine.runtime.execution.pooling import Pooled, pool
 from engine.runtime.lora.loader import group_rows
 from engine.runtime.models.causal_lm import CausalLM
-from engine.runtime.models.pooler import Pooler
+from engine.runtime.models.pooler import Pooled, Pooler, pool
 from engine.runtime.native.decoder import Streams, Vectors
 from engine.runtime.pool.batch import ALONE, BatchBuilder, Changes, Packet, Ranks, RowTables, scored_portions
 from engine.runtime.pool.groups import LayerGroups

@@ -38,10 +38,9 @@ from engine.runtime.layers.parts import LayerAttention, Target
 from engine.runtime.layers.rope_config import describe_longrope
 from engine.runtime.lora.loader import AdapterRows
 from engine.runtime.models.causal_lm import ModelCapabilities
-from engine.runtime.models.config_file import read_model_config
+from engine.runtime.models.config_file import SERVABLE_LAYERS, read_model_config
 from engine.runtime.models.fill import check_size
 from engine.runtime.models.pooler import Pooler
-from engine.runtime.models.servable import SERVABLE_LAYERS
 from engine.runtime.native.decoder import Streams, Vectors
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.settings.engine_config import EngineConfig
