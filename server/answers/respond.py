@@ -17,8 +17,10 @@ from typing import TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic_core import to_json
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import EventSourceResponse
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.core.errors import QuireError
@@ -34,7 +36,6 @@ from server.answers.formatter import ChunkMeta, ResponseFormatter
 from server.answers.generation import ChoiceDelta, Generation
 from server.answers.handoff import Receiver, Sender
 from server.answers.model import aside
-from server.http.bodies import STREAM_HEADERS
 from server.http.middleware import RequestState, caller_of, state_of
 from server.http.threads import run_slowly, unless_disconnected
 from server.protocol.documents import Usage
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 MAX_INLINE_TOKENS = 4096  # with their logprobs about 10 ms; more are written on the slow thread
 MAX_INLINE_PROMPT = 512  # tokens of a prompt whose log probabilities are written on the event loop, about 5 ms
-PING = b": ping\n\n"  # a comment: clients ignore it, proxies see that the connection lives
+PING = ServerSentEvent(comment="ping", sep="\n").encode()  # clients ignore it, proxies see that the connection lives
 STATUS_S = 1.0  # how often a stream that has not begun looks up its place in the queue
 
 Result = TypeVar("Result")
@@ -321,10 +322,11 @@ def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
     return False
 
 
-class EventStream(StreamingResponse):
+class EventStream(EventSourceResponse):
     """Streams frames while its answer's scope is open; a client that leaves aborts the request.
 
-    A token costs one `send` and no task, timer or lock: 54 us of CPU an event with 256 streams.
+    sse-starlette makes the response: its type, its headers, its comments. The sending loop is replaced: a token costs one
+    `send` and no task, timer or lock, 54 us of CPU an event instead of 76 with 256 streams.
     """
 
     def __init__(
@@ -339,7 +341,8 @@ class EventStream(StreamingResponse):
 
         `status` returns the text of the comment while the request waits.
         """
-        super().__init__(frames, headers=STREAM_HEADERS)
+        super().__init__(frames, sep="\n")
+        del self.headers["connection"]  # the server sets it, and to "close" where the client asks for that
         self._frames = frames
         self._answer = answer
         self._keep_alive_s = keep_alive_s
@@ -389,7 +392,7 @@ class EventStream(StreamingResponse):
             comment = b""
             if status not in ("", last):
                 last = status
-                comment = f": {status}\n\n".encode()
+                comment = ServerSentEvent(comment=status, sep="\n").encode()
             elif clock() - self._sent_s >= self._keep_alive_s:
                 comment = PING
             if comment:

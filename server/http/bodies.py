@@ -24,7 +24,6 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import from_json, to_json
-from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from engine.core.errors import shorten
@@ -54,11 +53,11 @@ _PIECE_BYTES = 1 << 16
 MAX_NAMED_FIELDS = 20
 _MAX_EXPLAINED = 3  # unknown fields for which a declared one is suggested
 
-STREAM_HEADERS = {
-    "cache-control": "no-store",
-    "x-accel-buffering": "no",
-    "content-type": "text/event-stream; charset=utf-8",
-}
+_STREAM = [  # the headers of EventStream
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+]
 
 Checked = TypeVar("Checked", bound=BaseModel)
 Body = TypeVar("Body", bound=RequestBody)
@@ -348,8 +347,7 @@ class RequestReader:
             while not (await asyncio.wait((loading,), timeout=rest_s and min(rest_s, LOADING_S)))[0]:
                 if state.late_status is None:
                     state.late_status = 0
-                    headers = Headers(STREAM_HEADERS).raw
-                    await request._send({"type": "http.response.start", "status": 200, "headers": headers})  # noqa: SLF001
+                    await request._send({"type": "http.response.start", "status": 200, "headers": _STREAM})  # noqa: SLF001
                 comment = f": loading {entry.name}\n\n".encode()
                 await request._send({"type": "http.response.body", "body": comment, "more_body": True})  # noqa: SLF001
             return loading.result()
