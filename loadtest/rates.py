@@ -21,7 +21,7 @@ from engine.core.types import ReportProgress
 from engine.files.gguf_kinds import Kind
 from engine.runtime.execution.device import load_kernels
 from engine.runtime.native.library import WeightFormat, native
-from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, format_for
+from engine.runtime.native.ops import FLOAT_FORMATS, PANEL, NativeLinear, format_for
 from engine.runtime.native.rows import StoredRows
 from engine.system.cache_folder import cache_folder, keep
 from engine.system.host_limits import read, usable_cpus
@@ -66,6 +66,26 @@ def _machine() -> str:
     return f"{name}, {usable_cpus()} processors, quire {VERSION}"
 
 
+def held_bytes(kind: str) -> float:
+    """Return the bytes of a weight as it is packed in memory; without the library, as it is stored."""
+    library, (chosen, _) = native(), _format(kind)
+    if library is None or chosen in FLOAT_FORMATS.values():
+        return BYTES[kind]
+    return float(library.quant_bytes(chosen, PANEL, _SHAPE[1])) / (PANEL * _SHAPE[1])
+
+
+def _format(kind: str) -> tuple[WeightFormat, Kind]:
+    """Return how a kind is packed, and the kind of the rows that it is packed from."""
+    number = Kind["F32" if kind == "INT8" else kind]
+    if kind == "INT8":
+        return WeightFormat.INT8, number
+    return (FLOAT_FORMATS[_dtype(number)] if kind in ("F32", "BF16") else format_for([number])), number
+
+
+def _dtype(kind: Kind) -> torch.dtype:
+    return torch.float32 if kind is Kind.F32 else torch.bfloat16
+
+
 def _measure(kind: str) -> tuple[float, ...]:
     library = native()
     if library is None:
@@ -74,15 +94,8 @@ def _measure(kind: str) -> tuple[float, ...]:
         )
     library.use_threads(min(library.num_threads, usable_cpus()))
     torch.set_num_threads(1)  # which would spin beside the library's
-    number = Kind["F32" if kind == "INT8" else kind]
-    dtype = torch.float32 if number is Kind.F32 else torch.bfloat16
-    chosen = (
-        WeightFormat.INT8
-        if kind == "INT8"
-        else FLOAT_FORMATS[dtype]
-        if kind in ("F32", "BF16")
-        else format_for([number])
-    )
+    chosen, number = _format(kind)
+    dtype = _dtype(number)
     rows = StoredRows(number, np.zeros((_SHAPE[0], _SHAPE[1] // number.block * number.num_bytes), np.uint8))
     num = max(2, math.ceil(_LEAST_BYTES / (math.prod(_SHAPE) * BYTES[kind])))
     matrices = [NativeLinear(library, chosen, [rows], _SHAPE[1], dtype) for _ in range(num)]

@@ -38,7 +38,7 @@ from engine.sources.model_source import check_tokenizer_source, fetch, find_mode
 from engine.startup.ahead import WeightMemory, begin_weights, load_torch_libraries, runs_on_cpu
 from engine.startup.model_check import ModelFacts, check_model
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
-from server.answers.model_memory import check_sum, memory_limit, memory_of, pool_share
+from server.answers.model_memory import Memory, check_sum, memory_limit, memory_of, pool_share
 from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
 from server.settings.files import check_folder, read_setting_file
@@ -146,6 +146,11 @@ class _Plan(NamedTuple):
         return self.app.served_model_names[0]
 
     @property
+    def memory(self) -> Memory:
+        """Return what the model takes of the memory."""
+        return memory_of(self.engine, takes_images=self.model.takes_images)
+
+    @property
     def hands_over(self) -> bool:
         """Return whether K/V is handed over between daemons."""
         return self.app.role != "both"
@@ -201,7 +206,7 @@ def _check_memory(plans: Sequence[_Plan]) -> None:
     """Raise ConfigError if the models that stay do not fit beside the largest of the others."""
     if len(plans) == 1:
         return
-    needs = {plan.name: memory_of(plan.engine) for plan in plans}
+    needs = {plan.name: plan.memory for plan in plans}
     leaving = max((plan.name for plan in plans if not plan.is_kept), key=lambda name: needs[name].total, default=None)
     at_once = {name: needs[name] for name in [*[plan.name for plan in plans if plan.is_kept], leaving] if name}
     check_sum(at_once, memory_limit(plans[0].app.models_memory, [plan.engine for plan in plans]))
@@ -343,7 +348,7 @@ def _make_app(
             load=partial(_load, plan, arbiter),
             adapters=[module.name for module in plan.engine.lora_modules],
             is_kept=plan.is_kept,
-            memory=memory_of(plan.engine),
+            memory=plan.memory,
             begun=load if isinstance(load, Future) else None,
         )
         served.append((entry, None if isinstance(load, Future) else load))
@@ -374,7 +379,7 @@ def _load(
     """
     from engine.system.progress import StartupProgress
 
-    name, path = plan.app.served_model_names[0], plan.app.model
+    name, path, begun_s = plan.app.served_model_names[0], plan.app.model, time.monotonic()
     log.info("loading %s%s", name, f" from {path}" if local_path(path) is not None or name != path else "")
     with StartupProgress(show_bars=show_bars) as startup, ExitStack() as undo:
 
@@ -399,7 +404,7 @@ def _load(
             log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
         loaded = _with_images(plan, engine, tokenizer)
         undo.pop_all()
-        return loaded
+        return loaded._replace(load_s=time.monotonic() - begun_s)
 
 
 def _with_images(plan: _Plan, engine: EngineHandle, tokenizer: TextTokenizer) -> LoadedModel:

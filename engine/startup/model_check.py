@@ -18,6 +18,7 @@ from engine.files.vector_files import read_vectors
 from engine.runtime.layers.model_config import ModelConfig, narrow_latents
 from engine.runtime.models.complete import check_complete
 from engine.runtime.models.config_file import (
+    TOWERS,
     is_encoder,
     is_native,
     override,
@@ -41,6 +42,7 @@ class ModelFacts(NamedTuple):
 
     is_native: bool  # Quire's decoder runs it and its draft model; only the tokenizer may need transformers
     config: ModelConfig | None = None  # None: known only to transformers, or when a GGUF file is there
+    takes_images: bool = False
 
 
 def check_model(config: EngineConfig, *, has_tokenizer: bool = False) -> ModelFacts:
@@ -151,4 +153,4 @@ def _own_facts(config: EngineConfig, model: HFConfig) -> ModelFacts:
     own = read_config(model.values, model.source)
     if config.kv_cache_dtype == "fp8" and any(layer.heads.latent is not None for layer in own.layers):
         raise narrow_latents(config.kv_cache_dtype)
-    return ModelFacts(True, own)
+    return ModelFacts(True, own, model.values.get("text_of") in TOWERS)

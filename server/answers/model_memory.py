@@ -23,7 +23,7 @@ class Memory(NamedTuple):
 
     weights: int = 0  # of its files
     pool: int = 0
-    caches: int = 0  # host memory of blocks
+    caches: int = 0  # host memory of blocks, vectors of images
 
     @property
     def total(self) -> int:
@@ -36,11 +36,12 @@ def pool_share(num_models: int) -> int:
     return min(_MOST_POOLS, available_memory() // _POOLS) // num_models
 
 
-def memory_of(config: EngineConfig) -> Memory:
+def memory_of(config: EngineConfig, *, takes_images: bool) -> Memory:
     """Return what a model takes."""
     weights = sum([file.stat().st_size for file in weight_files(config)])
     pool = config.kv_cache_memory_bytes or config.most_pool_bytes or 0
-    return Memory(weights, pool, int((config.swap_space + config.kv_offload_gib) * (1 << 30)))
+    blocks = int((config.swap_space + config.kv_offload_gib) * (1 << 30))
+    return Memory(weights, pool, blocks + config.image_cache_memory * takes_images)
 
 
 def memory_limit(asked: int | None, configs: Sequence[EngineConfig]) -> int | None:

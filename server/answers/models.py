@@ -50,6 +50,7 @@ class LoadedModel(NamedTuple):
     engine: EngineHandle
     tokenizer: TextTokenizer
     images: ImagePreprocessor | None = None
+    load_s: float = 0.0
 
 
 class State(Enum):
@@ -204,7 +205,7 @@ class Models:
         """Add a model, which is loaded already, is being loaded, or can be."""
         entry.changed = self._changed
         if loaded is not None:
-            entry.parts, entry.num_loads = self.make_parts(entry.config, loaded), 1
+            entry.parts, entry.num_loads, entry.load_s = self.make_parts(entry.config, loaded), 1, loaded.load_s
         self.entries.append(entry)
 
     @property
@@ -276,10 +277,10 @@ class Models:
                 if entry.parts is not None:  # it did not leave
                     return
                 await self._make_room(entry)
-                begun_s, loop = time.monotonic(), asyncio.get_running_loop()
+                loop = asyncio.get_running_loop()
                 loaded = await loop.run_in_executor(self.loader, entry.load, lambda: self._is_wanted(entry))
                 parts = await loop.run_in_executor(self.loader, self.make_parts, entry.config, loaded)
-                self._take(entry, parts, begun_s)
+                self._take(entry, parts, loaded.load_s)
                 loaded = None
                 log.info("loaded %s in %.1f s", entry.name, entry.load_s)
         except NotWantedError:
@@ -299,11 +300,10 @@ class Models:
         """Take the models whose loads began at the start, in their order. Raises what a load raised."""
         for entry in self.entries:
             if entry.begun is not None:
-                begun_s, loop = time.monotonic(), asyncio.get_running_loop()
-                loaded = await asyncio.wrap_future(entry.begun)
+                loaded, loop = await asyncio.wrap_future(entry.begun), asyncio.get_running_loop()
                 parts = await loop.run_in_executor(self.loader, self.make_parts, entry.config, loaded)
                 entry.begun = None
-                self._take(entry, parts, begun_s)
+                self._take(entry, parts, loaded.load_s)
         self.check_guards()
 
     def check_guards(self) -> None:
@@ -312,10 +312,10 @@ class Models:
             if (guard := parts.responder.guard) is not None:
                 guard.check()
 
-    def _take(self, entry: Entry, parts: ModelParts, begun_s: float) -> None:
-        """Let a model answer, whose load began at a time."""
+    def _take(self, entry: Entry, parts: ModelParts, load_s: float) -> None:
+        """Let a model answer, whose load took so long."""
         parts.client.start()
-        entry.parts, entry.num_loads, entry.load_s = parts, entry.num_loads + 1, time.monotonic() - begun_s
+        entry.parts, entry.num_loads, entry.load_s = parts, entry.num_loads + 1, load_s
 
     def _is_wanted(self, entry: Entry) -> bool:
         """Return whether requests wait for a load. Any thread."""

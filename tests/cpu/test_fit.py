@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from engine.core.errors import ModelLoadError
 from engine.runtime.models import load
+from engine.runtime.native.library import WeightFormat, native
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
@@ -104,6 +105,20 @@ def test_narrower_weights_take_less(tmp_path: Path) -> None:
     sizes = [found.as_stored(kind).weight_bytes for kind in (found.own_kind, "INT8", "Q4_K")]
     assert sizes == sorted(sizes, reverse=True)
     assert found.as_stored("INT8").weights["embedding", found.own_kind] == 256 * 64, "rows of int8 cannot be looked up"
+
+
+def test_packed_weights_are_counted() -> None:
+    """Of few bits they take more than in a file, whose codes are of groups."""
+    if native() is None:
+        pytest.skip("no native library and no C compiler")
+    kinds = {kind: rates.held_bytes(kind) for kind in rates.BYTES if kind != "F16"}
+    assert all(kinds[kind] >= rates.BYTES[kind] for kind in kinds)
+    for kind, chosen in (
+        ("Q2_K", WeightFormat.Q2_HALF_MIN),
+        ("Q6_K", WeightFormat.Q6_HALF),
+        ("INT8", WeightFormat.INT8),
+    ):
+        assert kinds[kind] * 64 * 2048 == native().quant_bytes(chosen, 64, 2048)
 
 
 def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

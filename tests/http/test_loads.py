@@ -53,7 +53,7 @@ class World:
         runner = FakeRunner(CONFIG, vocab_size=VOCAB_SIZE, choose=parrot, cost=CostModel(0.0, 0.0), sleep=self.gate)
         engine = Engine(Scheduler(CONFIG), runner, EngineFacts(VOCAB_SIZE), arbiter=self.arbiter)
         self.num_alive += 1
-        return LoadedModel(engine, byte_tokenizer())
+        return LoadedModel(engine, byte_tokenizer(), load_s=1.0)
 
     def loader(self, name: str) -> Callable[[Callable[[], bool]], LoadedModel]:
         def load(is_wanted: Callable[[], bool]) -> LoadedModel:
@@ -106,6 +106,7 @@ def test_a_request_loads_its_model_and_the_others_stay() -> None:
     world = World(keep=("a",))
     with world.serving() as client:
         assert world.states() == ["loaded", "unloaded", "unloaded"]
+        assert [entry.load_s for entry in world.models.entries] == [1.0, 0.0, 0.0]  # which decides who leaves
         assert client.get("/v1/models/b").json()["max_model_len"] is None
         assert client.get("/health?model=b").text == "unloaded\n"
         assert client.get("/tokenizer_info?model=b").json()["error"]["code"] == "model_not_loaded"
