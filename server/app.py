@@ -41,7 +41,7 @@ from server.http.openapi import openapi_router
 from server.operations.page import load_files, page_router
 from server.protocol import errors
 from server.settings.app_config import AppConfig
-from server.telemetry.events import PrefillDelegated, Telemetry, TenantRefused
+from server.telemetry.events import PrefillDelegated, TenantRefused, fan_out
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.otlp_endpoints import find_endpoints
@@ -170,7 +170,7 @@ def _parts(config: AppConfig) -> dict[str, Any]:
     otlp = _open_otlp(config, metrics)
     exported = [] if otlp is None else otlp.listeners
     logged = [AnswerLog().observe] if config.enable_log_requests else []
-    emit = Telemetry(*metrics.listeners, *exported, *logged, request_log.observe).emit
+    emit = fan_out(*metrics.listeners, *exported, *logged, request_log.observe)
     tenancy = Tenancy(
         config.api_keys,
         None if config.tenants is None else read_tenants(config.tenants, config.api_keys),
@@ -179,7 +179,7 @@ def _parts(config: AppConfig) -> dict[str, Any]:
     )
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     return {
-        "batches": _open_batches(config, models, bodies, tenancy),
+        "batches": _open_batches(config, models, bodies),
         "bodies": bodies,
         "config": config,
         "emit": emit,
@@ -269,13 +269,13 @@ def _history(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) 
     return AnswerHistory(tokenizer, config.history_cache, engine.config.block_size)
 
 
-def _open_batches(config: AppConfig, models: Models, bodies: BodyReader, tenancy: Tenancy) -> BatchService | None:
+def _open_batches(config: AppConfig, models: Models, bodies: BodyReader) -> BatchService | None:
     """Return what serves batches; None, and nothing imported, without a folder for them."""
     if config.data_dir is None:
         return None
     from server.batches.worker import BatchService
 
-    return BatchService(config, models, bodies, tenancy)
+    return BatchService(config, models, bodies)
 
 
 def _open_otlp(config: AppConfig, metrics: Metrics) -> Otlp | None:
@@ -299,7 +299,7 @@ async def _start(parts: State, make_batch_app: Callable[[], FastAPI]) -> None:
 
         app = make_batch_app()
         background, foreground = (Dispatcher(app, parts.emit, is_background=each) for each in (True, False))
-        parts.batches.start(background, foreground)
+        parts.batches.worker.start(background, foreground, parts.tenancy)
 
 
 async def _stop(parts: State) -> None:

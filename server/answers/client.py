@@ -104,16 +104,12 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self.engine.start(self._deliver, self._on_end)
 
-    def order_stop(self, drain_s: float) -> None:
-        """Refuse new work from now on; let open answers finish for `drain_s`, abort the rest."""
-        self.engine.order_stop(drain_s)
-
     async def stop(self, drain_s: float) -> None:
-        """Order the stop and return when the engine has stopped.
+        """Refuse new work, let open answers finish for `drain_s`, abort the rest; return when the engine has stopped.
 
         No thread waits for it: if a step hangs, the awaiting task may be cancelled and the process can end.
         """
-        self.order_stop(drain_s)
+        self.engine.order_stop(drain_s)
         if self.engine.is_running and not self.is_abandoned:
             await self._ended.wait()
 

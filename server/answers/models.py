@@ -426,7 +426,7 @@ class Models:
         if self._watching is not None:
             self._watching.cancel()
         for parts in self.loaded:
-            parts.client.order_stop(drain_s)
+            parts.engine.order_stop(drain_s)
 
     async def stop(self, drain_s: float) -> None:
         """Order the stop and return when all engines have stopped."""

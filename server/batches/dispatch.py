@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Message, Scope
 
-from server.batches.folder import DataFolder
+from server.batches.folder import DataFolder, NewFile
 from server.batches.objects import Batch, BatchStatus, FileObject, Purpose
 from server.batches.store import COMPLETED, FAILED, TO_RUN, Outcome, PendingLine, entries
 from server.http.middleware import CALLER, RequestState
@@ -135,7 +135,7 @@ def write_files(
 
 def _write(folder: DataFolder, lines: Iterator[bytes | None], filename: str, now: float) -> FileObject | None:
     file_id = new_file_id()
-    file = folder.create(file_id)
+    file = NewFile(folder.path_of(file_id))
     with file:
         for line in lines:
             assert line is not None, "a line with an outcome has an entry"

@@ -48,10 +48,6 @@ class DataFolder:
         assert _FILE_ID.fullmatch(file_id), "only ids made here name files"
         return self._files / file_id
 
-    def create(self, file_id: str) -> NewFile:
-        """Return a new file to write."""
-        return NewFile(self.path_of(file_id))
-
     def sweep(self, known: set[str]) -> None:
         """Remove the files that a killed daemon had not finished."""
         for path in self._files.iterdir():

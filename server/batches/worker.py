@@ -83,7 +83,7 @@ class BatchWorker:
         self._is_stopping = False
 
     def start(self, background: Dispatcher, foreground: Dispatcher, tenancy: Tenancy) -> None:
-        """Begin to run lines."""
+        """Begin to run lines, each on its owner's account."""
         self._tenancy = tenancy
         self._background = background
         self._foreground = foreground
@@ -337,9 +337,9 @@ def _end_of(current: OpenBatch, now: float) -> BatchStatus | None:
 
 
 class BatchService:
-    """Opens the data folder; runs batches from `start` to `stop`."""
+    """Opens the data folder; `worker` runs its batches."""
 
-    def __init__(self, config: AppConfig, models: Models, bodies: BodyReader, tenancy: Tenancy) -> None:
+    def __init__(self, config: AppConfig, models: Models, bodies: BodyReader) -> None:
         """Raises ConfigError for a --data-dir that cannot be used."""
         assert config.data_dir is not None
         self.folder = DataFolder(config.data_dir)
@@ -347,11 +347,6 @@ class BatchService:
         self.folder.sweep(store.file_ids())
         self.store = StoreThread(store)
         self.worker = BatchWorker(self.store, self.folder, bodies, models, config.max_body_bytes)
-        self._tenancy = tenancy
-
-    def start(self, background: Dispatcher, foreground: Dispatcher) -> None:
-        """Begin to run batches, each on its owner's account."""
-        self.worker.start(background, foreground, self._tenancy)
 
     def close(self) -> None:
         self.store.close()

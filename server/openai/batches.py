@@ -15,6 +15,7 @@ from starlette.responses import FileResponse, Response
 from engine.core.errors import shorten
 from server.answers.parts import InConfig, InModel, InOwner
 from server.batches.dispatch import new_file_id
+from server.batches.folder import NewFile
 from server.batches.objects import (
     OPEN,
     Batch,
@@ -141,7 +142,7 @@ async def upload_file(http: Request, config: InConfig, batches: InBatches, owner
         message = f"{MAX_FILES} files are kept here already; delete some with DELETE /v1/files/{{id}}."
         raise ApiError(429, "too_many_files", message, type="rate_limit_error")
     file_id = new_file_id()
-    new = batches.folder.create(file_id)
+    new = NewFile(batches.folder.path_of(file_id))
     with new:
         form = Form(http.headers.get("content-type", ""), new)
         filename = await form.read(stream)

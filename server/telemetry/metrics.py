@@ -254,12 +254,6 @@ class ModelMetrics:
         self.registry.register(RowCollector(lambda: engine, ROWS["engine"], model_name=name))
         if history is not None:
             self.registry.register(RowCollector(lambda: history, ROWS["history"], model_name=name))
-        self._add_engine(engine)
-        if compat_vllm:
-            self._add_vllm(engine)
-
-    def _add_engine(self, engine: EngineHandle) -> None:
-        """Add what is running, and the engine's settings."""
         config = engine.config
         self._info("quire_build", "What is running.", version=VERSION, python=platform.python_version())
         self._info(
@@ -274,6 +268,8 @@ class ModelMetrics:
             enable_prefix_caching=str(config.enable_prefix_caching).lower(),
             scheduling_policy=config.policy,
         )
+        if compat_vllm:
+            self._add_vllm(engine)
 
     def _add_vllm(self, engine: EngineHandle) -> None:
         """Add the metrics of --metrics-compat vllm."""

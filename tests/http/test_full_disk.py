@@ -14,7 +14,7 @@ import pytest
 from harness import Live, eventually
 
 from server.batches.dispatch import new_file_id
-from server.batches.folder import DataFolder
+from server.batches.folder import DataFolder, NewFile
 from server.http import connection
 from tests.patience import PATIENCE_S
 
@@ -140,7 +140,7 @@ def test_a_deletion_that_was_cut_short_can_be_repeated(serve: Serve, tmp_path: P
 def test_a_draft_whose_last_bytes_have_no_room_is_gone(tmp_path: Path) -> None:
     """They are written when it is closed, which fails again."""
     folder = DataFolder(tmp_path)
-    file = folder.create(new_file_id())
+    file = NewFile(folder.path_of(new_file_id()))
     file._file.close()
     file._file = Path("/dev/full").open("wb")  # noqa: SIM115 - the draft closes it
     with pytest.raises(OSError, match="No space left"), file:  # noqa: PT012

@@ -226,7 +226,7 @@ def test_a_guard_that_fails_shows_nothing(guarded: Callable[..., Live]) -> None:
     )
     assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert "The guard judge cannot read" in long.json()["error"]["message"]
-    live.app.state.models.find("judge").now().client.order_stop(0.0)
+    live.app.state.models.find("judge").now().engine.order_stop(0.0)
     stopped = httpx.post(live.url + "/v1/chat/completions", json=asked)
     assert (stopped.status_code, stopped.json()["error"]["code"]) == (503, "guard_unavailable")
 

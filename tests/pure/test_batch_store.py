@@ -17,7 +17,7 @@ import pytest
 from engine.core.errors import ConfigError
 from engine.core.stats import Stats
 from server.batches.dispatch import Dispatcher, write_files
-from server.batches.folder import DataFolder
+from server.batches.folder import DataFolder, NewFile
 from server.batches.lines import Line
 from server.batches.objects import Batch, BatchStatus, FileObject, Purpose
 from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Result, Store, StoreThread
@@ -267,12 +267,12 @@ def test_batches_of_one_owner_push_out_none_of_another(store: Store, monkeypatch
 
 
 def test_a_file_is_there_whole_or_not_at_all(folder: DataFolder, tmp_path: Path) -> None:
-    new = folder.create(FILE)
+    new = NewFile(folder.path_of(FILE))
     with new:
         new.write(b"half")
         assert [path.name for path in (tmp_path / "files").iterdir()] == [FILE + ".tmp"]
     assert list((tmp_path / "files").iterdir()) == []
-    new = folder.create(FILE)
+    new = NewFile(folder.path_of(FILE))
     with new:
         new.write(b"whole")
         new.keep()
@@ -343,7 +343,7 @@ def test_a_file_is_on_the_disk_before_its_name_is_and_the_name_before_it_counts(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", noted)
-    file = folder.create(FILE)
+    file = NewFile(folder.path_of(FILE))
     with file:
         file.write(b"content")
         assert not calls
