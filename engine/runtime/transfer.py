@@ -7,6 +7,7 @@ corrupts it. So every copy of a step goes through this module. Engine thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,8 @@ class Staging:
         self._array: np.ndarray = self._host.numpy()
         self._device = device
         self._copied = torch.cuda.Event() if is_pinned else None
+        self._shapes: Sequence[tuple[int, ...]] = ()
+        self._views: list[Tensor] = []  # of the host memory, in these shapes
 
     def begin(self) -> np.ndarray:
         """Wait for the previous copy to end, and return the memory to write to."""
@@ -42,14 +45,18 @@ class Staging:
             self._copied.synchronize()
         return self._array
 
-    def send(self, num: int) -> Tensor:
-        """Return the first `num` entries as a tensor on the device; a CPU shares the memory."""
-        sent = self._host[:num]
+    def send(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return the first entries on the device, as one tensor after the other; a CPU shares the memory.
+
+        A CPU's are the same as the last time if the shapes are: torch takes a microsecond for a view.
+        """
         if self._copied is None:
-            return sent
-        sent = sent.to(self._device, non_blocking=True)
+            if shapes != self._shapes:
+                self._shapes, self._views = shapes, _divided(self._host, shapes)
+            return self._views
+        sent = self._host[: sum(map(prod, shapes))].to(self._device, non_blocking=True)
         self._copied.record()
-        return sent
+        return _divided(sent, shapes)
 
     def send_to(self, target: Tensor) -> None:
         """Copy all of the memory to `target`, which has the same size."""
@@ -59,6 +66,11 @@ class Staging:
     def _note_copy(self) -> None:
         if self._copied is not None:
             self._copied.record()
+
+
+def _divided(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    sizes = [*map(prod, shapes)]
+    return [part.view(shape) for part, shape in zip(memory[: sum(sizes)].split(sizes), shapes, strict=True)]
 
 
 class Drawn(NamedTuple):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -204,28 +203,28 @@ class PacketBuffers:
 
     def to_batch(self, packet: Packet, last_ids: Tensor, first_blocks: Sequence[int] = ()) -> Batch:
         """Return the tensors of a packet in the memory of `begin`; `last_ids` [max_num_seqs] int64 are the slots'."""
-        num_slices, num_tokens = packet.num_slices, packet.num_tokens
-        num_heads, num_groups = len(packet.ints), self._num_groups
-        shape = num_groups, num_slices, -(-max(packet.contexts) // self._block_size)
-        num_ints = num_heads + prod(shape)
-        host_tables = self._host_ints[num_heads:num_ints].reshape(shape)
+        num_slices, num_tokens, num_groups = packet.num_slices, packet.num_tokens, self._num_groups
+        num_heads, width = len(packet.ints), -(-max(packet.contexts) // self._block_size)
+        host_tables = self._host_ints[num_heads : num_heads + num_groups * num_slices * width]
+        host_tables = host_tables.reshape(num_groups, num_slices, width)
         self._tables.read(packet.slots, host_tables, first_blocks)
-        longs, ints = self._longs.send(len(packet.longs)), self._ints.send(num_ints)
-        ids, first_row = longs[:num_tokens], (2 + num_groups) * num_tokens
-        first_carry = first_row + packet.num_samples
-        if len(longs) > first_carry:
-            rows, slots = longs[first_carry:].view(2, -1).unbind(0)
+        num_carried = (len(packet.longs) - (2 + num_groups) * num_tokens - packet.num_samples) // 2
+        ids, positions, *kv_slots, sample_rows, rows, slots = self._longs.send(
+            [(num_tokens,)] * (2 + num_groups) + [(packet.num_samples,), (num_carried,), (num_carried,)]
+        )
+        starts, contexts, _, *tables = self._ints.send(
+            [(num_slices + 1,), (num_slices,), (num_heads - 2 * num_slices - 1,), *[(num_slices, width)] * num_groups]
+        )
+        if num_carried:
             ids.index_copy_(0, rows, last_ids.index_select(0, slots))
-        kv_slots = longs[2 * num_tokens : first_row].view(num_groups, num_tokens)
-        tables = ints[num_heads:].view(shape)
         batch = Batch(
             ids=ids,
-            positions=longs[num_tokens : 2 * num_tokens],
+            positions=positions,
             kv_slots=kv_slots[0],
             block_tables=tables[0],
-            query_starts=ints[: num_slices + 1],
-            context_lens=ints[num_slices + 1 : 2 * num_slices + 1],
-            sample_rows=longs[first_row:first_carry],
+            query_starts=starts,
+            context_lens=contexts,
+            sample_rows=sample_rows,
             query_lens_host=packet.query_lens,
             context_lens_host=packet.contexts,
             block_tables_host=_rows(host_tables[0]),
@@ -293,7 +292,8 @@ class BatchBuilder(PacketBuffers):
         longs[: 2 * num_tokens] = ids + positions
         kv_slots = longs[2 * num_tokens : first].reshape(self._num_groups, num_tokens)
         at, offsets = np.divmod(longs[num_tokens : 2 * num_tokens], self._block_size)
-        kv_slots[:] = self._tables.rows[: self._num_groups, np.repeat(slots, query_lens), at]
+        rows = slots if num_tokens == len(slices) else np.repeat(slots, query_lens)
+        kv_slots[:] = self._tables.rows[: self._num_groups, rows, at]
         kv_slots *= self._block_size
         kv_slots += offsets
         longs[first : first + len(others)] = others
