@@ -342,6 +342,7 @@ SHARED struct draw {
     float lowest_score; /* of those kept, counted from the best: log(min_p); -inf: off */
     int32_t top_k;      /* 0: off */
     uint64_t seed, position;
+    int64_t slot; /* of the row's last id */
 };
 
 SHARED struct sample_args {
@@ -350,6 +351,7 @@ SHARED struct sample_args {
     int64_t *ids;             /* [rows] */
     uint8_t *is_finite;       /* [rows] 0 where a logit is NaN or the best one infinite: the id is void */
     int64_t rows, vocab_size;
+    int64_t *last_ids; /* [slots], which get the ids too; may be NULL */
 };
 
 /* Work on a range of rows, tokens or tiles, of what `args` describes. */

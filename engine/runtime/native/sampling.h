@@ -143,20 +143,23 @@ static int64_t best_with_noise(const float *scores, int64_t n, int64_t peak, uin
     return winner;
 }
 
+static int64_t drawn(const struct draw *draw, float *x, int64_t n, int64_t peak) {
+    to_scores(x, n, x[peak], draw->temperature);
+    uint32_t limit = score_key(splat(draw->lowest_score))[0];
+    if (draw->top_k) limit = worst_kept(x, n, limit, (double)draw->top_k, 0);
+    if (draw->top_p < 1) limit = worst_kept(x, n, limit, draw->top_p, 1);
+    uint32_t key[2];
+    make_key(draw, key);
+    return best_with_noise(x, n, peak, limit, key);
+}
+
 static void sample(const void *args, int64_t begin, int64_t end) {
     const struct sample_args *a = args;
     for (int64_t row = begin; row < end; row++) {
         const struct draw *draw = &a->draws[row];
         float *x = a->logits + row * a->vocab_size;
         int64_t peak = first_peak(x, a->vocab_size, &a->is_finite[row]);
-        a->ids[row] = peak;
-        if (draw->temperature == 0) continue;
-        to_scores(x, a->vocab_size, x[peak], draw->temperature);
-        uint32_t limit = score_key(splat(draw->lowest_score))[0];
-        if (draw->top_k) limit = worst_kept(x, a->vocab_size, limit, (double)draw->top_k, 0);
-        if (draw->top_p < 1) limit = worst_kept(x, a->vocab_size, limit, draw->top_p, 1);
-        uint32_t key[2];
-        make_key(draw, key);
-        a->ids[row] = best_with_noise(x, a->vocab_size, peak, limit, key);
+        a->ids[row] = draw->temperature == 0 ? peak : drawn(draw, x, a->vocab_size, peak);
+        if (a->last_ids) a->last_ids[draw->slot] = a->ids[row];
     }
 }

@@ -90,10 +90,13 @@ class Wish(NamedTuple):
     min_p: float
     seed: int
     position: int
+    slot: int = 0
 
 
-def draw(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties | None = None) -> Drawn:
-    """Return an id for each row of logits [R, V] float32, which are overwritten.
+def draw(
+    logits: Tensor, wishes: Sequence[Wish], penalties: Penalties | None = None, last_ids: Tensor | None = None
+) -> Drawn:
+    """Return an id for each row of logits [R, V] float32, which are overwritten; write it to the slot's `last_ids` too.
 
     A row needs one logit above -inf. `penalties` are for the CUDA kernels, which apply them in the same pass; elsewhere
     the caller has applied them. Seeded rows draw the same id on every device and beside any other rows. Only top_p may
@@ -101,15 +104,20 @@ def draw(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties | None = N
     """
     library = native() if logits.device.type == "cpu" and logits.is_contiguous() else None
     if library is not None:
-        return _draw_natively(library, logits, wishes)
-    return _draw_in_triton(logits, wishes, penalties) if uses_triton(logits) else _draw_in_torch(logits, wishes)
+        return _draw_natively(library, logits, wishes, last_ids)
+    drawn = _draw_in_triton(logits, wishes, penalties) if uses_triton(logits) else _draw_in_torch(logits, wishes)
+    if last_ids is not None:
+        last_ids.index_copy_(0, _on(logits, [wish.slot for wish in wishes], torch.int64), drawn.ids)
+    return drawn
 
 
-def _draw_natively(library: Library, logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
+def _draw_natively(library: Library, logits: Tensor, wishes: Sequence[Wish], last_ids: Tensor | None = None) -> Drawn:
     num_rows, vocab_size = logits.shape
     ids, is_finite = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
     draws = b"".join([_native_draw(wish, vocab_size) for wish in wishes])
-    library.sample(SampleArgs(logits.data_ptr(), draws, ids.data_ptr(), is_finite.data_ptr(), num_rows, vocab_size))
+    last = None if last_ids is None else last_ids.data_ptr()
+    addresses = logits.data_ptr(), draws, ids.data_ptr(), is_finite.data_ptr()
+    library.sample(SampleArgs(*addresses, num_rows, vocab_size, last))
     return Drawn(ids, is_finite)
 
 
@@ -117,7 +125,7 @@ def _draw_in_triton(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties
     from engine.runtime.cuda.sampling import sample
     from engine.runtime.cuda.sampling_row import Draws
 
-    temperatures, top_ks, top_ps, min_ps, seeds, positions = zip(*wishes, strict=True)
+    temperatures, top_ks, top_ps, min_ps, seeds, positions, _ = zip(*wishes, strict=True)
     vocab_size = logits.shape[1]
     draws = Draws(
         temperature=_on(logits, temperatures),
@@ -132,9 +140,9 @@ def _draw_in_triton(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties
 
 
 def _native_draw(wish: Wish, vocab_size: int) -> bytes:
-    temperature, top_k, top_p, min_p, seed, position = wish
+    temperature, top_k, top_p, min_p, seed, position, slot = wish
     top_k = top_k if top_k < vocab_size else 0
-    return DRAW.pack(top_p, temperature, lowest_score(min_p), top_k, seed & SEED_MASK, position)
+    return DRAW.pack(top_p, temperature, lowest_score(min_p), top_k, seed & SEED_MASK, position, slot)
 
 
 def lowest_score(min_p: float) -> float:

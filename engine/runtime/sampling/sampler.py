@@ -195,8 +195,7 @@ class Sampler:
             else:
                 self._penalise(logits, edited, last_ids)
         constrained = self._constrain(logits, [row for row in rows if row.params.grammar is not None])
-        ids, is_finite = draw(logits, [_wish(row) for row in rows], penalties)
-        last_ids.index_copy_(0, self._long([row.sample.slot for row in rows]), ids)
+        ids, is_finite = draw(logits, [_wish(row) for row in rows], penalties, last_ids)
         if drawn is not None:
             places = self._long([row.place for row in rows])
             ids, is_finite = drawn.ids.index_copy_(0, places, ids), drawn.is_finite.index_copy_(0, places, is_finite)
@@ -335,8 +334,8 @@ def _constrained(row: _Row, grammar: Grammar) -> Constrained:
 
 
 def _wish(row: _Row) -> Wish:
-    params = row.params
-    return Wish(params.temperature, params.top_k, params.top_p, params.min_p, row.sample.seed, row.position)
+    params, (slot, seed) = row.params, row.sample
+    return Wish(params.temperature, params.top_k, params.top_p, params.min_p, seed, row.position, slot)
 
 
 def _bans(rows: Iterable[_Row], vocab_size: int) -> Iterator[_Ban]:
