@@ -61,9 +61,6 @@ class Staging:
     def send_to(self, target: Tensor) -> None:
         """Copy all of the memory to `target`, which has the same size."""
         target.copy_(self._host, non_blocking=True)
-        self._note_copy()
-
-    def _note_copy(self) -> None:
         if self._copied is not None:
             self._copied.record()
 

@@ -84,28 +84,14 @@ class CpuNativeAttention(AttentionBackend):
 
 
 def _pool_of(spec: AttentionSpec, k: Tensor, v: Tensor) -> Pool:
-    """Describe one layer's pool, without the type of its queries."""
-    return _latent_pool(k, spec.out_dim) if spec.is_latent else _pool(k, v)
-
-
-def _pool(k: Tensor, v: Tensor) -> Pool:
-    """Describe one layer's pool, without the type of its queries."""
+    """Describe one layer's pool, perhaps of latents alone, without the type of its queries."""
     _, heads, block_size, width = k.shape
-    assert k.stride() == v.stride()
     assert k.stride()[2:] == (width, 1)  # blocks and heads may be anywhere
+    assert spec.is_latent or k.stride() == v.stride()
+    values, value_dim = (None, spec.out_dim) if spec.is_latent else (v.data_ptr(), 0)
     is_int8 = k.dtype == torch.int8
     dim = width - SCALE_BYTES * is_int8
-    return Pool(k.data_ptr(), v.data_ptr(), k.stride(1), k.stride(0), heads, dim, block_size, is_int8=is_int8)
-
-
-def _latent_pool(rows: Tensor, value_dim: int) -> Pool:
-    """Describe one layer's pool of latents, without the type of its queries."""
-    _, heads, block_size, width = rows.shape
-    assert rows.stride()[2:] == (width, 1)
-    is_int8 = rows.dtype == torch.int8
-    pool = Pool(rows.data_ptr(), None, rows.stride(1), rows.stride(0), heads, width, block_size, value_dim)
-    pool.head_dim, pool.is_int8 = width - SCALE_BYTES * is_int8, is_int8
-    return pool
+    return Pool(k.data_ptr(), values, k.stride(1), k.stride(0), heads, dim, block_size, value_dim, is_int8=is_int8)
 
 
 def _rows(x: Tensor) -> Tensor:
