@@ -155,11 +155,12 @@ class NativeDecoder:
         """Return normed hidden states [R, hidden] of `rows`, or of all; all indices are int64."""
         if self._bound is not step:
             self._bind(step)
-        num_rows = len(ids) if rows is None else len(rows)
+        num_tokens = ids.shape[0]  # a tensor's len() is Python
+        num_rows = num_tokens if rows is None else rows.shape[0]
         hidden = torch.empty(num_rows, self._decoder.hidden, dtype=self._dtype)
         args = ForwardArgs(
             addressof(self._decoder), ids.data_ptr(), positions.data_ptr(), None if rows is None else rows.data_ptr(),
-            hidden.data_ptr(), len(ids), num_rows,
+            hidden.data_ptr(), num_tokens, num_rows,
         )  # fmt: skip
         if adapters is not None:
             args.adapters = adapters
@@ -167,7 +168,7 @@ class NativeDecoder:
             layers = (c_int64 * len(streams.layers))(*streams.layers)  # lives as long as the call
             args.streams, args.stream_layers = streams.out.data_ptr(), addressof(layers)
             args.num_streams = len(layers)
-        args.axis_step = len(ids) if positions.dim() > 1 else 0
+        args.axis_step = num_tokens if positions.dim() > 1 else 0
         if vectors is not None:
             places, values = torch.full_like(ids, -1), vectors.values.float()  # live as long as the call
             places[vectors.rows] = torch.arange(len(vectors.rows))

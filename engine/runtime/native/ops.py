@@ -150,11 +150,12 @@ class NativeLinear:
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None, addends: Sequence[PackedAddend] = ()) -> Tensor:
         """Return [T, outputs] in x's type or, unrounded, float32, for contiguous x [T, inputs]."""
         linear, library = self.args, self._library
+        num_rows, num_inputs = x.shape
         assert x.is_contiguous()
-        assert (DTYPES[x.dtype], x.shape[1]) == (linear.dtype, linear.k)
+        assert (DTYPES[x.dtype], num_inputs) == (linear.dtype, linear.k)
         num_columns = linear.n // 2 if linear.activation not in _UNGATED else linear.n
-        y = torch.empty(x.shape[0], num_columns, dtype=dtype or x.dtype)
-        args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
+        y = torch.empty(num_rows, num_columns, dtype=dtype or x.dtype)
+        args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), num_rows, num_inputs, num_columns)
         args.y_dtype = DTYPES[y.dtype]
         if addends:
             lows = [low.to(library.low_dtype(up)).contiguous() for _, low, up in addends]
