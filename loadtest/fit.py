@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.types import Progress
+from engine.system.cache_folder import keep_foreseen
 from engine.system.host_limits import available_memory, read
 from engine.system.progress import human_bytes
 from loadtest.arguments import positive_int
@@ -110,6 +111,19 @@ def fit(options: argparse.Namespace) -> None:
         print(json.dumps(without_nan(document), indent=1))
         return
     _show(model, choices, best, process, free)
+    line = _line(choices[0])
+    print(line)
+    keep_foreseen(options.model, line)
+
+
+def _line(choice: Choice) -> str:
+    """Return what a start prints, too."""
+    each = ", ".join(
+        f"{one.num} at once {one.tokens_per_s:.1f} tokens/s after {in_ms(one.ttft_s, 0)} ms"
+        for one in choice.foreseen
+        if choice.fits and one.context
+    )
+    return f"foreseen by quire fit: weights ({choice.name}) {human_bytes(choice.weight_bytes)}; {each or 'it does not fit'}"
 
 
 def _say(progress: Progress) -> None:

@@ -37,6 +37,7 @@ from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import check_tokenizer_source, fetch, find_model, local_path
 from engine.startup.ahead import WeightMemory, begin_weights, load_torch_libraries, runs_on_cpu
 from engine.startup.model_check import ModelFacts, check_model
+from engine.system.cache_folder import foreseen
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
 from server.answers.model_memory import Memory, check_sum, memory_limit, memory_of, pool_share
 from server.batches.folder import DataFolder
@@ -270,6 +271,10 @@ def _serve(plans: Sequence[_Plan], listener: socket.socket) -> int:
         forget_headers()
         hide_from_collector()
         log.info("ready in %.1f s: %s serves %s", time.monotonic() - plan.started_s, url, names)
+        lines = foreseen()
+        for each in plans:
+            if each.engine.quantization == "auto" and (line := lines.get(each.serve.model or "")):
+                log.info("%s", f"{each.name}, {line}" if len(plans) > 1 else line)
         has_key = bool(app_config.api_keys or app_config.tenants)
         if first := app.state.models.loaded[:1]:
             log.info("try: %s", _curl(_reachable(url), first[0].name, first[0].engine.facts, has_key=has_key))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
+
+from engine.system.regular_file import read_json
+
+_FORESEEN = "foreseen.json"
 
 
 def cache_folder() -> Path:
@@ -23,3 +28,16 @@ def keep(path: Path, text: str) -> None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         written.replace(path)
+
+
+def foreseen() -> dict[str, str]:
+    """Return what `quire fit` last printed here of each model, in a line."""
+    try:
+        return dict(read_json(cache_folder() / _FORESEEN))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def keep_foreseen(model: str, line: str) -> None:
+    """Keep a model's line for `foreseen`."""
+    keep(cache_folder() / _FORESEEN, json.dumps({**foreseen(), model: line}))

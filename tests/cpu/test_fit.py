@@ -18,6 +18,7 @@ from engine.runtime.native.library import WeightFormat, native
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
+from engine.system.cache_folder import cache_folder, foreseen, keep_foreseen
 from loadtest import fit as command
 from loadtest import fitted as fit
 from loadtest import rates
@@ -161,8 +162,9 @@ def test_what_is_not_foreseen_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def measured(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of a machine that is always the same."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(rates, "product_rates", lambda kinds, *_, **__: {kind: RATES[kind] for kind in kinds})
 
 
@@ -179,6 +181,9 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     for part in ("weights, ", "K/V of 1,000 tokens, full", "| int8 ", "| Q4_K_M ", f"quire serve {model}"):
         assert part in said
+    assert foreseen()[model] == said.splitlines()[-1], "a start prints the same line"
+    assert "foreseen by quire fit: weights (bfloat16) " in said
+    assert "; 1 at once " in said
     run(model, "--json", "--input-len", "16", "--output-len", "8")
     found = json.loads(capsys.readouterr().out)
     assert found["take"] == found["choices"][0]["name"], "it is fast enough"
@@ -209,3 +214,15 @@ def test_models_are_proposed_by_memory(capsys: pytest.CaptureFixture[str], monke
         assert all(each["bytes"] < 8 << 30 for each in models)
     run()
     assert f"Models as of {found['date']}" in capsys.readouterr().out
+
+
+def test_a_line_that_cannot_be_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert foreseen() == {}
+    for model in "ab":
+        keep_foreseen(model, f"line {model}")
+    assert foreseen() == {"a": "line a", "b": "line b"}
+    (file,) = cache_folder().iterdir()
+    for content in ("no JSON", "1", "[1]"):
+        file.write_text(content)
+        assert foreseen() == {}
