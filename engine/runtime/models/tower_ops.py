@@ -1,7 +1,7 @@
-"""The long operations of a vision tower on a CPU: by the native library, and in blocks of rows. Engine thread.
+"""The long operations of a vision tower on a CPU: by the native library, others in blocks of rows. Engine thread.
 
 A tower is code for torch. Here its matrix products and attentions go to the library, which makes them on the team of threads
-that steps have, where the library has their type. Between blocks a computation can be interrupted (pieces.py).
+that steps have, where the library has their type, and may pause within them. Torch may between blocks (pieces.py).
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class TowerOps(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and args[1] in self._products:
             x, weight = args[:2]
-            rows = x.reshape(-1, x.shape[-1]).contiguous()
-            return _by_rows(self._products[weight], rows, weight.numel()).view(*x.shape[:-1], len(weight))
+            product, rows = self._products[weight], x.reshape(-1, x.shape[-1]).contiguous()
+            is_whole = isinstance(product, NativeLinear)
+            made = product(rows) if is_whole else _by_rows(product, rows, weight.numel())
+            return made.view(*x.shape[:-1], len(weight))
         if func is F.conv3d:  # of patches, which are its batch
             return _by_rows(lambda rows: func(rows, *args[1:], **kwargs), args[0], args[1].numel())
         if func is F.scaled_dot_product_attention and _sees_all(*args[3:], **kwargs):
@@ -57,37 +59,20 @@ class TowerOps(TorchFunctionMode):
     def _attend(self, library: Library, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Return the attention [heads, T, width] of an image that sees all of itself."""
         queries, keys, values = [_padded(heads.transpose(0, 1)) for heads in (q, k, v)]
-        found = _by_rows(_Keys(library, keys, values, scale), queries, 2 * keys.numel())
-        return found[..., : q.shape[-1]].transpose(0, 1)
-
-
-class _Keys:
-    """The keys and values of an image, [T, heads, width] each, in a pool of the library."""
-
-    def __init__(self, library: Library, keys: Tensor, values: Tensor, scale: float) -> None:
-        num_keys, heads, width = keys.shape
-        self._library, self._scale = library, scale
-        self._pool = torch.empty(2, -(-num_keys // _KEYS), heads, _KEYS, width, dtype=keys.dtype)
-        self._blocks, self._num_keys = torch.arange(self._pool.shape[1], dtype=torch.int32), num_keys
-        k, v = self._pool
-        self._args = Pool(k.data_ptr(), v.data_ptr(), k.stride(1), k.stride(0), heads, width, _KEYS)
-        self._args.dtype = DTYPES[keys.dtype]
-        slots = torch.arange(num_keys)
-        rows = keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0)
-        library.store(StoreArgs(self._args, *rows, num_keys, slots.data_ptr()))
-
-    def __call__(self, queries: Tensor) -> Tensor:
-        """Return the results of some queries [T, heads, width]."""
-        num, heads, _ = queries.shape
-        starts, ends = torch.tensor([0, num], dtype=torch.int32), torch.full((num,), self._num_keys, dtype=torch.int32)
+        num, heads, width = keys.shape
+        pool = torch.empty(2, -(-num // _KEYS), heads, _KEYS, width, dtype=keys.dtype)
+        blocks, slots = torch.arange(pool.shape[1], dtype=torch.int32), torch.arange(num)
+        starts, ends = torch.tensor([0, num], dtype=torch.int32), torch.full((num,), num, dtype=torch.int32)
         out = torch.empty(queries.shape, dtype=queries.dtype)
-        args = AttendArgs(
-            self._args, queries.data_ptr(), out.data_ptr(), queries.stride(0), heads, 1, len(self._blocks)
-        )
-        args.query_starts, args.context_lens = starts.data_ptr(), ends.data_ptr()
-        args.block_tables, args.ends, args.scale = self._blocks.data_ptr(), ends.data_ptr(), self._scale
-        self._library.attend(args)
-        return out
+        args = Pool(pool[0].data_ptr(), pool[1].data_ptr(), pool.stride(2), pool.stride(1), heads, width, _KEYS)
+        args.dtype = DTYPES[keys.dtype]
+        rows = keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0)
+        library.store(StoreArgs(args, *rows, num, slots.data_ptr()))
+        attend = AttendArgs(args, queries.data_ptr(), out.data_ptr(), queries.stride(0), heads, 1, len(blocks))
+        attend.query_starts, attend.context_lens = starts.data_ptr(), ends.data_ptr()
+        attend.block_tables, attend.ends, attend.scale = blocks.data_ptr(), ends.data_ptr(), scale
+        library.attend(attend)
+        return out[..., : q.shape[-1]].transpose(0, 1)
 
 
 def _sees_all(attn_mask: Tensor | None = None, _dropout: float = 0.0, is_causal: bool = False, **_: Any) -> bool:
