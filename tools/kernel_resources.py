@@ -54,9 +54,9 @@ from engine.runtime.cuda.store import PoolView, view_pool
 from engine.runtime.cuda.token_counts import TokenCounts
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, DeviceState, Pieces, RecurrentSpec, StepStates
 from engine.runtime.layers.mixture_cuda import CudaExperts
-from engine.runtime.layers.model_config import RouterConfig
 from engine.runtime.layers.recurrence import tail_pieces
 from engine.runtime.pool.states import StatePool
+from engine.runtime.routing import RouterConfig
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 INT8, FP8 = torch.int8, torch.float8_e4m3fn

@@ -20,10 +20,11 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation, Clamp
 from engine.runtime.layers.mixture import MoE, Router
-from engine.runtime.layers.model_config import GroupScoring, MoEConfig, RouterConfig, Scoring
+from engine.runtime.layers.model_config import MoEConfig
 from engine.runtime.layers.parts import Maker
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_model
+from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.linear import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.expert_names import expert_parts

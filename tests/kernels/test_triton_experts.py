@@ -20,8 +20,9 @@ from engine.runtime.cuda.packed import Rows
 from engine.runtime.cuda.routing import route, sort_by_expert
 from engine.runtime.execution.decode_graphs import DecodeGraphs
 from engine.runtime.layers.mixture import MoE, Router
-from engine.runtime.layers.model_config import GroupScoring, MoEConfig, RouterConfig, Scoring
+from engine.runtime.layers.model_config import MoEConfig
 from engine.runtime.layers.parts import Maker
+from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.linear import Dense, Product, Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from tests.cpu.model_driver import make_runner, request, serve, settings

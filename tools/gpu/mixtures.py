@@ -58,7 +58,7 @@ def time_mixture(task: Task, device: torch.device, case: Mixture) -> None:
     from engine.runtime.activation import Activation
     from engine.runtime.cuda.routing import route
     from engine.runtime.layers.mixture_cuda import CudaExperts
-    from engine.runtime.layers.model_config import RouterConfig
+    from engine.runtime.routing import RouterConfig
 
     config = RouterConfig(num_experts=case.num_experts, num_chosen=case.num_chosen, is_normalised=True)
     shapes = ((2 * case.width, case.hidden), (case.hidden, case.width))

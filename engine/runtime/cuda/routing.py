@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.layers.model_config import GroupScoring, RouterConfig, Scoring
+from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 
 _MOST_PAIRS = 4096  # that a program of the sort reads at a time
 _SMALLEST_SUM = tl.constexpr(1e-20)  # as in layers/mixture.py

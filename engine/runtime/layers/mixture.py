@@ -20,13 +20,14 @@ from torch import Tensor
 
 from engine.runtime.cuda.available import has_triton, uses_triton
 from engine.runtime.layers.mlp import MLP, widths_of
-from engine.runtime.layers.model_config import GroupScoring, ModelConfig, MoEConfig, RouterConfig, Scoring
+from engine.runtime.layers.model_config import ModelConfig, MoEConfig
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import LayerAdapters, Load, Maker
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import Mixture, describe_part, norm_args
 from engine.runtime.native.library import LinearArgs, PartArgs, RouterArgs, native
 from engine.runtime.native.structs import mirror
+from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.linear import Linear, Scheme, clamped_mul
 
 if TYPE_CHECKING:

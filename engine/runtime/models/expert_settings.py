@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from engine.core.errors import ModelLoadError
 from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation, Clamp
-from engine.runtime.layers.model_config import GroupScoring, MoEConfig, RouterConfig, Scoring
+from engine.runtime.layers.model_config import MoEConfig
+from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 
 _MAX_EXPERTS = 1 << 17  # of all layers; published models have up to 30,000
 
