@@ -83,10 +83,14 @@ class Arbiter:
             if not ready:
                 self._rest(engines)
                 continue
-            engine = ready[0]
-            lives = engine.turn(None) if len(ready) == 1 else self._share(engine := self._next(ready), ready)
+            engine, lives = self.give_turn(ready)
             if not lives and not self._remove(engine):
                 return
+
+    def give_turn(self, ready: list[Driven]) -> tuple[Driven, bool]:
+        """Give the next of some engines its turn; return it, and whether there will be another."""
+        engine = self._next(ready)
+        return engine, engine.turn(None) if len(ready) == 1 else self._share(engine, ready)
 
     def _next(self, ready: list[Driven]) -> Driven:
         """Return the engine whose turn it is; background work waits for other work."""

@@ -28,6 +28,7 @@ from loadtest.simulation.replay import History, replay
 from loadtest.simulation.replica import Replica
 from loadtest.simulation.report import Row, show, show_fleets, show_recordings
 from loadtest.simulation.routers import ROUTERS
+from loadtest.simulation.together import Model, replay_together
 from loadtest.simulation.trace import TraceRequest, at_speed, clipped, read_trace, to_request, write_trace
 from loadtest.simulation.variants import groups_of, make_variants
 from loadtest.simulation.workloads import WORKLOADS, generate
@@ -42,6 +43,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_shared(each)
     each.add_argument("--policy", nargs="+", choices=tuple(POLICIES), help="default: as calibrated")
     each.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests of the one workload as CSV")
+    each.add_argument(
+        "--together", type=Path, nargs="+", metavar="FILE",
+        help="costs, one file a trace: these are of models in one daemon, whose steps take turns",
+    )  # fmt: skip
     each.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
     each.set_defaults(simulate=_replay)
     fleet = ways.add_parser("fleet", help="find the requests a second that replicas can take within the targets")
@@ -86,6 +91,8 @@ def _replay_recordings(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     if any(is_recording(Path(source)) for source in options.source):
         return _replay_recordings(options)
+    if options.together:
+        return _together(options)
     if options.plot:
         require_matplotlib()
     costs = StepCosts.load(options.costs)
@@ -120,6 +127,27 @@ def _replay(options: argparse.Namespace) -> int:
         from loadtest.simulation.plots import draw_replays
 
         draw_replays(options.plot, rows, histories)
+    return 0
+
+
+def _together(options: argparse.Namespace) -> int:
+    """Replay a trace for each model of one daemon."""
+    if len(options.together) != len(options.source) or options.plot or options.save_trace:
+        raise LoadtestError(
+            "--together takes as many files of costs as there are traces, without --plot and --save-trace."
+        )
+    models = []
+    for source, file in zip(options.source, options.together, strict=True):
+        costs = StepCosts.load(file)
+        (variant,) = make_variants(costs.settings, None, [])
+        models.append(Model(_rows(source, options, variant.config.max_model_len), variant.config, costs))
+    targets, histories = _targets(options), replay_together(models)
+    named = zip(options.source, options.together, histories, strict=True)
+    rows = [Row(_name(source), file.stem, summarize(history, targets)) for source, file, history in named]
+    show(rows, targets)
+    _print_refusals(rows, histories)
+    figures = [{"workload": row.workload, "model": row.variant, **asdict(row.figures)} for row in rows]
+    save_json(options.json, {"settings": given(options), "together": figures})
     return 0
 
 

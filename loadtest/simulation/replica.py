@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from engine.core.budget import Beside
 from engine.core.config import SchedulerConfig
 from engine.core.kv.prefix_cache import Listener
 from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits
@@ -68,6 +69,7 @@ class Replica:
         self.samples: list[Sample] = []
         self.num_sequence_steps = 0
         self.busy_s = 0.0
+        self.decode_s = 0.0  # of the last step with decodes alone, as the engine has it
         self.now = 0.0
         self._scheduler = Scheduler(config, self.stats)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
@@ -90,6 +92,10 @@ class Replica:
     def has_work(self) -> bool:
         """Return whether a turn would do anything."""
         return self._scheduler.has_work
+
+    def plan_beside(self, beside: Beside | None) -> None:
+        """Plan steps beside other models' from now on."""
+        self._scheduler.plan_beside(beside)
 
     def listen(self, listener: Listener) -> None:
         """Report to `listener` which blocks become findable and which are evicted; before the first request."""
@@ -147,6 +153,8 @@ class Replica:
         self.busy_s += seconds
         self._device_free_s = max(self.now, self._device_free_s) + seconds
         self._launched.append((plan, StepResult(drawn), self._device_free_s))
+        if not (plan.slots and plan.chunks):
+            self.decode_s = seconds if plan.slots else 0.0
 
     def _commit(self) -> None:
         plan, result, done_s = self._launched.popleft()

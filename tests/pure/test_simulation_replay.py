@@ -23,6 +23,7 @@ from loadtest.simulation.fleet import capacity, highest_speed, natural_rate
 from loadtest.simulation.replay import History, replay
 from loadtest.simulation.replica import Replica
 from loadtest.simulation.routers import ROUTERS
+from loadtest.simulation.together import Model, replay_together
 from loadtest.simulation.trace import TraceRequest, to_request
 from loadtest.simulation.variants import measured_config
 from loadtest.simulation.workloads import generate
@@ -55,6 +56,22 @@ def test_one_request_takes_the_time_of_the_arithmetic() -> None:
     assert served.decode_s == pytest.approx(sum(decode_s))
     assert served.tpot_s == pytest.approx(sum(decode_s) / 2)
     assert served.queue_s == 0.0
+
+
+def test_models_of_one_daemon_take_turns() -> None:
+    """A model alone has what it has in a daemon alone; prompts of another make its streams' gaps little longer."""
+    streams = Model([TraceRequest(0.0, 8, 200) for _ in range(4)], config(), COSTS)
+    texts = Model([TraceRequest(0.3 + 0.02 * i, 200, 1) for i in range(20)], config(), COSTS)
+    alone = replay(streams.rows, streams.config, COSTS)
+    (one,) = replay_together([streams])
+    assert one.served == alone.served
+    both = replay_together([streams, texts])
+    assert [len(each.served) for each in both] == [4, 20]
+    gaps, longest = both[0].replicas[0].gaps.times, max(alone.replicas[0].gaps.times)
+    assert max(gaps) > longest
+    assert sum(times for gap, times in gaps.items() if gap > 2 * longest) < 40  # while the costs are not known
+    alone = replay(texts.rows, texts.config, COSTS)
+    assert max(each.ttft_s for each in both[1].served) > max(each.ttft_s for each in alone.served)
 
 
 def test_who_comes_during_a_step_waits_for_its_end() -> None:
