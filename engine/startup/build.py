@@ -260,11 +260,7 @@ def _build(
     if speculation is not None:
         settings = speculation.start(runner, settings, parts.captures, report)
     kv_events = _open_events(config, settings)
-    depth = (
-        0
-        if speculation or settings.whole_step
-        else int(device.type == "cuda" if config.async_scheduling is None else config.async_scheduling)
-    )
+    depth = _depth(parts, settings)
     if executor is not None:
         executor.shares_ids = depth > 0
     return Engine(
@@ -286,6 +282,14 @@ def _build(
         arbiter=arbiter,
         share=config.model_share,
     )
+
+
+def _depth(parts: _Parts, settings: SchedulerConfig) -> int:
+    """Return how many steps are launched before the oldest is waited for."""
+    if parts.speculation is not None or settings.whole_step:
+        return 0
+    asked = parts.config.async_scheduling
+    return int(parts.device.type == "cuda" if asked is None else asked)
 
 
 def _queue_limits(config: EngineConfig, settings: SchedulerConfig) -> QueueLimits:
