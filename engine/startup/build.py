@@ -286,10 +286,10 @@ def _build(
 
 def _depth(parts: _Parts, settings: SchedulerConfig) -> int:
     """Return how many steps are launched before the oldest is waited for."""
-    if parts.speculation is not None or settings.whole_step:
+    asked, is_cuda = parts.config.async_scheduling, parts.device.type == "cuda"
+    if parts.speculation is not None or (settings.whole_step and not is_cuda):  # a step that may pause runs alone
         return 0
-    asked = parts.config.async_scheduling
-    return int(parts.device.type == "cuda" if asked is None else asked)
+    return int(is_cuda if asked is None else asked)
 
 
 def _queue_limits(config: EngineConfig, settings: SchedulerConfig) -> QueueLimits:
