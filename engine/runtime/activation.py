@@ -8,13 +8,14 @@ from typing import ClassVar
 
 
 class Activation(Enum):
-    """The activation function of an MLP's gate; RELU2 and GELU_ALONE are those of an MLP without gates. Values are those of quire_cpu.h."""
+    """The activation function of an MLP's gate; RELU2 and the last two are those of an MLP without gates. Values are those of quire_cpu.h."""
 
     SILU = 1
     GELU_TANH = 2
     GELU = 3
     RELU2 = 4  # max(x, 0)^2
     GELU_ALONE = 5
+    GELU_TANH_ALONE = 6
 
     @property
     def is_gated(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 import transformers
 from transformers import AutoModelForImageTextToText
+from transformers.activations import GELUTanh
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import InvalidRequestError
@@ -33,6 +34,8 @@ from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.models.tower import Tower, load_tower
 from engine.runtime.models.tower_ops import TowerOps
+from engine.runtime.native.library import native
+from engine.runtime.native.ops import FLOAT_FORMATS
 from engine.runtime.pool.groups import group_layers
 from engine.runtime.speculation.ngram import NgramDrafter
 from engine.runtime.weights.checkpoint import open_checkpoint
@@ -594,8 +597,12 @@ class _Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = torch.nn.Linear(40, 3 * 2 * 20)
+        mlps = [(torch.nn.Linear(40, 64), each, torch.nn.Linear(64, 40)) for each in (torch.nn.GELU(), GELUTanh())]
+        self.mlps = torch.nn.Sequential(*[torch.nn.Sequential(*mlp) for mlp in mlps])
+        self.patches = torch.nn.Conv3d(2, 40, (1, 4, 5))
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        x = x + self.patches(self.mlps(x).view(-1, 2, 1, 4, 5)).view(x.shape)
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 20).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v, **how)
 
@@ -614,6 +621,8 @@ def test_the_operations_of_a_tower_are_those_of_torch(dtype: torch.dtype) -> Non
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol={torch.float32: 1e-5}.get(dtype, 2e-2), rtol=0)
     assert torch.equal(alone[0], found[0][1])
+    is_fused = native() is not None and dtype in FLOAT_FORMATS
+    assert [type(mlp[1]) is torch.nn.Identity for mlp in block.mlps] == [is_fused] * 2
 
 
 def test_a_tower_goes_on_between_steps_and_can_be_left(folder: Path) -> None:

@@ -34,6 +34,7 @@ ACTIVATIONS = [
     (3, F.gelu),
     (4, lambda x: x.relu().square()),
     (5, F.gelu),
+    (6, partial(F.gelu, approximate="tanh")),
 ]
 RAGGED = [(0, 1), (3, 1), (200, 1), (31, 1), (64, 1), (0, 70), (37, 9), (130, 33)]
 

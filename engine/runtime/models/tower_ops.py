@@ -14,12 +14,16 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from engine.runtime.activation import Activation
 from engine.runtime.native.library import DTYPES, AttendArgs, Library, Pool, StoreArgs, native
 from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear
 from engine.runtime.schemes.linear import Product, pack
 
 _BLOCK = 1 << 30  # multiplications; some 5 ms of two cores with bfloat16 instructions
 _KEYS = 128  # of a block of the library's pool
+# By a class of transformers, or what torch's has as `approximate`. Torch computes them on one thread.
+_GELUS = dict.fromkeys(("GELUActivation", "none"), Activation.GELU_ALONE)
+_GELUS |= dict.fromkeys(("GELUTanh", "tanh"), Activation.GELU_TANH_ALONE)
 _WIDTH = 16  # of which a head's width is a multiple, or attention is slow
 
 
@@ -31,21 +35,32 @@ class TowerOps(TorchFunctionMode):
         super().__init__()
         self._library, self._products = native(), dict[Tensor, Product]()
         for layer in model.modules():
-            if type(layer) is nn.Linear:
-                self._products[layer.weight] = product = pack(layer.weight.detach(), layer.bias)
-                if isinstance(product, NativeLinear):
-                    layer.weight.data = layer.weight.new_zeros(()).expand_as(layer.weight)
+            if type(layer) in (nn.Linear, nn.Conv3d):
+                self._pack(layer)
+            linears = [each for each in layer.children() if type(each) is nn.Linear]
+            is_mlp = len(linears) == 2 and linears[0].out_features == linears[1].in_features
+            for name, each in layer.named_children():
+                gelu = _GELUS.get(getattr(each, "approximate", type(each).__name__))
+                if is_mlp and gelu and self._pack(linears[0], gelu):
+                    setattr(layer, name, nn.Identity())
+
+    def _pack(self, layer: Any, activation: Activation | None = None) -> bool:
+        """Pack a matrix, if it is not; return whether its product includes the activation."""
+        if layer.weight in self._products:
+            return False
+        product = self._products[layer.weight] = pack(layer.weight.detach().flatten(1), layer.bias, activation)
+        if is_native := isinstance(product, NativeLinear):
+            layer.weight.data = layer.weight.new_zeros(()).expand_as(layer.weight)
+        return is_native
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and args[1] in self._products:
+        if func in (F.linear, F.conv3d) and args[1] in self._products:  # one of patches, which are its batch
             x, weight = args[:2]
-            product, rows = self._products[weight], x.reshape(-1, x.shape[-1]).contiguous()
+            product, rows = self._products[weight], x.reshape(-1, weight[0].numel()).contiguous()
             is_whole = isinstance(product, NativeLinear)
             made = product(rows) if is_whole else _by_rows(product, rows, weight.numel())
-            return made.view(*x.shape[:-1], len(weight))
-        if func is F.conv3d:  # of patches, which are its batch
-            return _by_rows(lambda rows: func(rows, *args[1:], **kwargs), args[0], args[1].numel())
+            return made.view((*x.shape[:-1], len(weight)) if func is F.linear else (-1, len(weight), 1, 1, 1))
         if func is F.scaled_dot_product_attention and _sees_all(*args[3:], **kwargs):
             q, k, v = args[:3]
             if self._library is None or q.dtype not in FLOAT_FORMATS or not q.shape == k.shape == v.shape:

@@ -188,6 +188,8 @@ INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t
                 sum *= sum;
             } else if (a->w.activation == ACT_GELU_ALONE) {
                 sum = gelu(sum);
+            } else if (a->w.activation == ACT_GELU_TANH_ALONE) {
+                sum = activate(sum, ACT_GELU_TANH);
             } else if (a->w.activation) {
                 vf up = load_f(from + PANEL / 2 + i);
                 if (a->w.bias) up += get(up_bias, i, num_columns);

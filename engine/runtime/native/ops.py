@@ -42,7 +42,7 @@ from engine.runtime.native.rows import RepackedRows, StoredRows, in_halves
 
 _BLOCK = 32  # inputs of a block
 _WORTH_A_THREAD = 1 << 20  # weights; fewer are packed sooner than another thread has the GIL again
-_UNGATED = (0, Activation.RELU2.value, Activation.GELU_ALONE.value)
+_UNGATED = (0, *(each.value for each in Activation if not each.is_gated))
 PANEL = 32  # weight rows that are interleaved, as in quire_cpu.h
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of floats in a file, by GGUF's numbers
 _FLOATS = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}

@@ -129,7 +129,7 @@ enum weight_format {
     WEIGHT_Q5_SUPER = 25,
 };
 
-enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3, ACT_RELU2 = 4, ACT_GELU_ALONE = 5 };
+enum activation { ACT_NONE, ACT_SILU, ACT_GELU_TANH, ACT_GELU, ACT_RELU2, ACT_GELU_ALONE, ACT_GELU_TANH_ALONE };
 
 /* Whether half of the rows of a matrix with this activation are gates; without them it is that of each number. */
 static inline int is_gated(int32_t activation) { return activation != ACT_NONE && activation < ACT_RELU2; }
