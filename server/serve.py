@@ -427,12 +427,14 @@ def _with_images(plan: _Plan, engine: EngineHandle, tokenizer: TextTokenizer) ->
 def import_http() -> None:
     """Import FastAPI while torch's libraries are loaded. Its models of OpenAPI documents are built on first use.
 
-    pydantic's default for all models is changed meanwhile, so nothing is done once FastAPI is imported.
+    pydantic's default for all models is changed meanwhile, so nothing is done once FastAPI is imported. Its check for models
+    of pydantic's first version, which would take 0.1 s to import, finds none.
     """
     if "fastapi" in sys.modules:
         return
     from pydantic import BaseModel, ConfigDict
 
+    sys.modules.setdefault("pydantic.v1", None)  # type: ignore[arg-type]
     usual = BaseModel.model_config
     BaseModel.model_config = ConfigDict(defer_build=True)
     try:
