@@ -1,13 +1,16 @@
 """Builds the package: puts the compiled CPU kernels and the commit into it. All other facts are in pyproject.toml.
 
-The kernels are one shared library for Linux that chooses its instruction set when it runs, and that any Python 3 loads by
-ctypes. Without a C compiler the wheel has none, and runs everywhere.
+The kernels are shared libraries for Linux, one for each instruction set, of which a start chooses, and that any Python 3 loads
+by ctypes. CC names another compiler, whose machine the wheel is for. Without a C compiler the wheel has no kernels, and runs
+everywhere.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,10 +20,19 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
+KERNELS = "engine/runtime/native"
 sys.path.insert(0, str(ROOT))
 
-from engine.runtime.native.build import find_compiler, find_library  # noqa: E402 - needs the path
+from engine.runtime.native.build import all_names, compile_libraries, find_compiler  # noqa: E402 - needs the path
 from engine.system.version import COMMIT_FILE, commit  # noqa: E402
+
+compiler = shutil.which(os.environ["CC"]) if os.environ.get("CC") else find_compiler()
+
+
+def machine() -> str:
+    """Return the kind of machine that the compiler is for."""
+    asked = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True, check=True)  # noqa: S603 - our own
+    return asked.stdout.split("-")[0]
 
 
 def write_commit(folder: Path) -> None:
@@ -37,12 +49,18 @@ class BuildPackage(build_py):
         super().run()
         if self.editable_mode:
             return
-        for stale in Path(self.build_lib, "engine/runtime/native").glob("*.so"):
+        for stale in Path(self.build_lib, KERNELS).glob("*.so"):
             stale.unlink()  # an earlier build's, of other sources
-        library = find_library()
-        if library is not None:
-            shutil.copy(library, Path(self.build_lib, "engine/runtime/native", packaged_name(library)))
+        if compiler is not None:
+            self._add_kernels(compiler)
         write_commit(Path(self.build_lib))
+
+    def _add_kernels(self, compiler: str) -> None:
+        try:
+            for library in compile_libraries(compiler, all_names(machine()), machine=machine()):
+                shutil.copy(library, Path(self.build_lib, KERNELS))
+        except RuntimeError as error:  # such as an old compiler's, which the first start asks for less
+            self.warn(f"the wheel has no kernels: {error}")
 
 
 class SourceDistribution(sdist):
@@ -58,23 +76,21 @@ class Wheel(bdist_wheel):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.root_is_pure = find_compiler() is None
+        self.root_is_pure = compiler is None
 
     def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag of the oldest C library that has what the kernels need."""
         platform = super().get_tag()[2]
-        return "py3", "none", platform
+        libraries = Path(self.get_finalized_command("build").build_lib, KERNELS).glob("*.so")
+        versions = [int(number) for path in libraries for number in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())]
+        return "py3", "none", f"manylinux_2_{max(versions)}_{machine()}" if versions else platform
 
 
 class Package(Distribution):
     """Has a library in it if there is a compiler, so that the wheel is installed where platform libraries are."""
 
     def has_ext_modules(self) -> bool:
-        return find_compiler() is not None
-
-
-def packaged_name(library: Path) -> str:
-    """Return the library's name without the compiler's part, as find_library looks for it in the package."""
-    return "-".join(library.stem.split("-")[:2]) + library.suffix
+        return compiler is not None
 
 
 setup(cmdclass={"build_py": BuildPackage, "sdist": SourceDistribution, "bdist_wheel": Wheel}, distclass=Package)

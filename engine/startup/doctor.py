@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.runtime.cuda.toolchain import TOOLS
-from engine.runtime.native.build import find_compiler, installed_library
+from engine.runtime.native.build import best_library, find_compiler
 from engine.system.host_limits import available_memory, usable_cpus
 from engine.system.progress import human_bytes
 from engine.system.version import VERSION
@@ -76,10 +76,10 @@ def _tool(check: str, find: Callable[[], str]) -> Finding:
 
 
 def _kernels() -> Finding:
-    library, compiler = installed_library(), find_compiler()
+    library, compiler = best_library(), find_compiler()
     if library is not None:
         return Finding("CPU kernels", f"ready: {library}")
     if compiler is not None:
-        return Finding("CPU kernels", f"compiled by {compiler} at the first start, about 20 s")
+        return Finding("CPU kernels", f"compiled by {compiler} at the first start, about 10 s")
     advice = "install a C compiler (Debian: apt-get install gcc libc6-dev), or a wheel that contains them"
     return Finding("CPU kernels", "none and no C compiler: torch's operations, slower", advice)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runtime.native.library import Library, native
+from engine.runtime.native.build import machine_isas
+from engine.runtime.native.library import Library, choose_kernels, native
 from engine.sources.model_source import find_model
 from tests.cpu.native_linears import ISAS
 
@@ -32,12 +33,12 @@ def transformers_smollm2() -> Any:
 @pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
 def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     """The native library on one instruction set after the other, on one thread where a test does not ask for more."""
+    choose_kernels(request.param.name.lower() if machine_isas() else "auto")
     loaded = native()
     if loaded is None:
         pytest.skip("no native library and no C compiler")
-    isa, num_threads = loaded.isa, loaded.num_threads
-    loaded.use_isa(request.param)
+    num_threads = loaded.num_threads
     loaded.use_threads(1)
     yield loaded
-    loaded.use_isa(isa)
     loaded.use_threads(num_threads)
+    choose_kernels("auto")

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from engine.runtime.native.library import Isa, Library, WeightFormat, native
+from engine.runtime.native.build import Isa, machine_isas
+from engine.runtime.native.library import Library, WeightFormat
 from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, format_for, rows_of
 from engine.runtime.native.rows import RepackedRows, StoredRows
 
-
-def _isas() -> list[Isa]:
-    """Return this machine's instruction sets."""
-    loaded = native()
-    if loaded is None:
-        return [Isa.PORTABLE]
-    found = []
-    for isa in Isa:
-        with suppress(ValueError):
-            loaded.use_isa(isa)
-            found.append(isa)
-    loaded.use_isa(loaded.best_isa)
-    return found
-
-
-ISAS = _isas()
+ISAS = machine_isas() or (Isa.PORTABLE,)
 
 
 def packed(library: Library, weight: Tensor, bias: Tensor | None = None, activation: int = 0) -> NativeLinear:

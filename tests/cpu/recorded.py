@@ -90,12 +90,12 @@ class Recording:
                 self._memory[at : at + end - begin] = words.tobytes()
         return int(addressof(args) + moves[np.searchsorted(regions[:, 0], addressof(args), "right") - 1])
 
-    def replay(self, command: Sequence[str], image: Path, isa: int) -> list[Tensor]:
+    def replay(self, command: Sequence[str], image: Path) -> list[Tensor]:
         """Return the results of a driver's kernels: `command` runs it with a library."""
         kinds = [_entry(f"kind_{name}", 0, 0) for name in self.library._kinds]
         tables = (b"".join(entries).ljust(_TABLE, b"\0") for entries in (self._calls, kinds))
         image.write_bytes(b"".join((*tables, self._memory)))
-        run = subprocess.run([*command, str(image), str(isa)], capture_output=True, check=False)
+        run = subprocess.run([*command, str(image)], capture_output=True, check=False)
         assert run.returncode == 0, run.stderr.decode()
         flat = torch.frombuffer(bytearray(run.stdout), dtype=torch.uint8)
         parts = flat.split([each.nbytes for each in self.results])

@@ -1,16 +1,16 @@
-/* Makes the calls of an image (recorded.py) with a library, and writes their results; without an image, its best level.
+/* Makes the calls of an image (recorded.py) with a library, and writes their results; without an image, which instruction sets the
+ * machine has, as the chooser says.
  *
- *     replay LIBRARY [IMAGE LEVEL] */
+ *     replay LIBRARY [IMAGE] */
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
-enum { TABLE = 1 << 16, ENTRY = 64, OUT_BYTES = 1 << 20 };
+enum { TABLE = 1 << 16, ENTRY = 64, OUT_BYTES = 1 << 20, MAX_ISAS = 32 };
 
 struct entry {
     char name[48];
@@ -20,7 +20,12 @@ struct entry {
 int main(int argc, char **argv) {
     void *library = dlopen(argv[1], RTLD_NOW);
     if (!library) return fprintf(stderr, "%s\n", dlerror()), 1;
-    if (argc < 4) return printf("%d\n", ((int32_t(*)(void))dlsym(library, "quire_best_isa"))()), 0;
+    if (argc < 3) {
+        int32_t (*has_isa)(int32_t) = (int32_t(*)(int32_t))dlsym(library, "quire_has_isa");
+        for (int32_t isa = 0; isa < MAX_ISAS; isa++)
+            if (has_isa(isa)) printf("%d ", isa);
+        return 0;
+    }
     int file = open(argv[2], O_RDONLY);
     struct stat about;
     fstat(file, &about);
@@ -29,7 +34,7 @@ int main(int argc, char **argv) {
     struct entry *calls = mmap((void *)0x110000000000, (size_t)about.st_size, may, how, file, 0);
     if (out == MAP_FAILED || calls == MAP_FAILED) return perror("mmap"), 1;
     for (struct entry *kind = calls + TABLE / ENTRY; kind->name[0]; kind++) memcpy(kind->numbers, dlsym(library, kind->name), 16);
-    int32_t status = ((int32_t(*)(int32_t))dlsym(library, "quire_use_isa"))(atoi(argv[3]));
+    int32_t status = 0;
     for (; calls->name[0] && !status; calls++) {
         status = ((int32_t(*)(void *))dlsym(library, calls->name))(calls->numbers[0]);
         fwrite(out, 1, (size_t)calls->numbers[1], stdout);

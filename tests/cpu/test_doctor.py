@@ -67,11 +67,11 @@ def test_the_tools_of_gpu_kernels_are_checked_where_there_is_a_gpu(monkeypatch: 
 
 
 def test_without_a_library_or_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed_library", lambda: None)
+    monkeypatch.setattr(doctor, "best_library", lambda: None)
     monkeypatch.setattr(doctor, "find_compiler", lambda: None)
     assert "install a C compiler" in doctor._kernels().advice
     monkeypatch.setattr(doctor, "find_compiler", lambda: "/usr/bin/cc")
-    assert doctor._kernels() == Finding("CPU kernels", "compiled by /usr/bin/cc at the first start, about 20 s")
+    assert doctor._kernels() == Finding("CPU kernels", "compiled by /usr/bin/cc at the first start, about 10 s")
 
 
 def test_variables_are_checked_without_a_file(

@@ -25,7 +25,8 @@ from engine.handover import HandoverConfig
 from engine.loop import Engine
 from engine.runtime.layers.parts import AdaptedMatrix, Target
 from engine.runtime.lora.loader import LoraLoader
-from engine.runtime.native.library import Isa, native
+from engine.runtime.native.build import Isa
+from engine.runtime.native.library import native
 from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.stores import tier
 from engine.runtime.stores.disk import DiskStore

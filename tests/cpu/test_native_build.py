@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -13,7 +16,9 @@ import pytest
 from engine.core.errors import ConfigError
 from engine.runtime.layers import layer
 from engine.runtime.native import build, library, structs
+from tests.patience import PATIENCE_S
 
+ROOT = Path(__file__).parents[2]
 Compiler = Callable[[str], Path]
 WRITES_ITS_OUTPUT = """
 while [ "$1" != -o ]; do shift; done
@@ -25,8 +30,7 @@ echo compiled > "$2"
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     """Makes a script the only compiler, and an empty folder the cache; returns the log of its calls."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "_failed", set())
-    monkeypatch.setattr(build, "source_digest", lambda: "0123456789abcdef")
+    monkeypatch.setattr(build, "source_digest", lambda machine="": "0123456789abcdef")
 
     def install(script: str) -> Path:
         path, log = tmp_path / "cc", tmp_path / "calls"
@@ -40,69 +44,119 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 def test_compiles_once(compiler: Compiler) -> None:
     log = compiler(WRITES_ITS_OUTPUT)
-    first = build.find_library()
+    first = build.find_library("portable")
     assert first is not None
     assert first.read_text() == "compiled\n"
     calls = log.read_text()
-    assert build.find_library() == first
+    assert build.find_library("portable") == first
     assert log.read_text() == calls
     assert list(first.parent.iterdir()) == [first]
 
 
+def test_libraries_that_are_compiled_together_share_what_is_the_same(compiler: Compiler, tmp_path: Path) -> None:
+    log = compiler(WRITES_ITS_OUTPUT)
+    made = build.compile_libraries(str(tmp_path / "cc"), ["portable", build.CHOOSER, "avx2"], machine="x86_64")
+    assert len({path.read_text() for path in made}) == 1
+    kernels = len(list(Path(build.__file__).parent.glob("kernels_*.c")))
+    others = len(list(Path(build.__file__).parent.glob("*.c"))) - kernels + 1  # the table of structures
+    assert len(log.read_text().splitlines()) == 2 * kernels + others + len(made)
+
+
 def test_another_compiler_or_other_sources_compile_anew(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(WRITES_ITS_OUTPUT)
-    first = build.find_library()
+    first = build.find_library("portable")
     compiler(WRITES_ITS_OUTPUT + "# newer\n")
-    second = build.find_library()
-    monkeypatch.setattr(build, "source_digest", lambda: "fedcba9876543210")
-    assert len({first, second, build.find_library()}) == 3
+    second = build.find_library("portable")
+    monkeypatch.setattr(build, "source_digest", lambda machine: "fedcba9876543210")
+    assert len({first, second, build.find_library("portable"), build.find_library("avx2")}) == 4
 
 
 def test_every_compiled_file_is_reported(compiler: Compiler) -> None:
     compiler(WRITES_ITS_OUTPUT)
     seen: list[tuple[int, int]] = []
-    build.find_library(lambda *counts: seen.append(counts))
-    num_files = len(list(Path(build.__file__).parent.glob("*.c"))) + 1  # the table of structures
+    build.find_library("portable", lambda *counts: seen.append(counts))
+    num_files = len(list(Path(build.__file__).parent.glob("*.c")))  # the table of structures, but not the chooser
     assert seen == [(number, num_files) for number in range(num_files + 1)]
 
 
-def test_a_compiler_that_fails_leaves_nothing_and_is_not_tried_again(compiler: Compiler, tmp_path: Path) -> None:
+COMPILES = """
+import sys
+from pathlib import Path
+from engine.runtime.native import build
+target = Path(sys.argv[1])
+with build._alone_in(target.parent):
+    print("begun", flush=True)
+    sys.stdin.read()
+    target.write_text("theirs")
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_start_waits_for_another_that_compiles(compiler: Compiler, is_killed: bool) -> None:
+    log = compiler(WRITES_ITS_OUTPUT)
+    folder = build._cache_of(str(build.find_compiler()))
+    folder.mkdir(parents=True)
+    target = folder / build.library_name("portable")
+    command = [sys.executable, "-c", COMPILES, str(target)]
+    with (
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+        ThreadPoolExecutor() as here,
+    ):
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()
+        found = here.submit(build.find_library, "portable")
+        if is_killed:
+            other.kill()
+        other.stdin.close()
+        assert found.result(PATIENCE_S) == target
+    assert log.exists() == is_killed
+    assert target.read_text() == ("compiled\n" if is_killed else "theirs")
+
+
+def test_a_compiler_that_fails_leaves_nothing(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     log = compiler("echo 'no such option' >&2; exit 1")
-    assert build.must_compile()
-    assert build.find_library() is None
-    assert list((tmp_path / "cache" / "quire").iterdir()) == []
+    assert build.find_library("portable") is None
+    [folder] = (tmp_path / "cache" / "quire").iterdir()
+    assert list(folder.iterdir()) == []
+    assert build.machine_isas.__wrapped__() == ()
+    monkeypatch.setattr(library, "_loaded", {})
+    assert library._load(build.Isa.PORTABLE) is None
     calls = log.read_text()
-    assert not build.must_compile()
-    assert build.find_library() is None
+    assert library._load(build.Isa.PORTABLE) is None, "it is not tried again"
     assert log.read_text() == calls
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "source_digest", lambda: "0123456789abcdef")
+    monkeypatch.setattr(build, "source_digest", lambda machine: "0123456789abcdef")
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
-    assert build.find_library() is None
+    assert build.find_library("portable") is None
 
 
 def test_a_cache_that_cannot_be_made(compiler: Compiler, tmp_path: Path) -> None:
     compiler(WRITES_ITS_OUTPUT)
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert build.find_library() is None
+    assert build.find_library("portable") is None
 
 
 def test_a_packaged_library_comes_first(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = compiler(WRITES_ITS_OUTPUT)
     monkeypatch.setattr(build, "_HERE", tmp_path)
-    packaged = tmp_path / "quire_cpu-0123456789abcdef.so"
+    packaged = tmp_path / "quire_cpu-0123456789abcdef-portable.so"
     packaged.write_text("packaged")
-    assert build.find_library() == packaged
+    assert build.find_library("portable") == packaged
     assert not log.exists()
 
 
 def test_a_file_that_is_no_library_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not machine code")
-    monkeypatch.setattr(library, "find_library", lambda: broken)
-    assert library._load.__wrapped__() is None
+    for module in (library, build):
+        monkeypatch.setattr(module, "find_library", lambda *_: broken)
+    assert library._open(build.Isa.PORTABLE, lambda *_: None) is None
+    assert build.machine_isas.__wrapped__() == ()
 
 
 @pytest.fixture
@@ -116,21 +170,23 @@ def loaded() -> Iterator[library.Library]:
 
 def test_kernels_can_be_chosen(loaded: library.Library) -> None:
     library.choose_kernels("portable")
-    assert library.native() is loaded
-    assert loaded.isa is library.Isa.PORTABLE
+    chosen = library.native()
+    assert chosen is not None
+    assert chosen.isa is build.Isa.PORTABLE
     library.choose_kernels("off")
     assert library.native() is None
     library.choose_kernels("auto")
-    assert loaded.isa is loaded.best_isa
+    assert library.native() is loaded
 
 
 def test_kernels_that_this_machine_does_not_have_are_refused(
     loaded: library.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaded, "_use_isa", lambda isa: 3)
-    with pytest.raises(ConfigError, match=r"--cpu-kernels is 'avx512bf16'\. This machine has no AVX512BF16"):
+    monkeypatch.setattr(library, "machine_isas", lambda: (build.Isa.PORTABLE, build.Isa.AVX2))
+    with pytest.raises(ConfigError, match=r"'avx512bf16'\. This machine has no AVX512BF16; its best is AVX2"):
         library.choose_kernels("avx512bf16")
-    monkeypatch.setattr(library, "_load", lambda: None)
+    monkeypatch.setattr(library, "machine_isas", tuple)
+    monkeypatch.setattr(library, "_loaded", {build.Isa.AVX2: None})
     with pytest.raises(ConfigError, match="'avx2', but there are no native kernels"):
         library.choose_kernels("avx2")
     library.choose_kernels("off")
@@ -162,7 +218,7 @@ def test_a_mirror_that_differs_from_its_structure_is_refused(
     name: str, change: Callable[[type[ctypes.Structure]], type[ctypes.Structure]], why: str
 ) -> None:
     resolve_name(layer.MIXERS["attention"])
-    path = build.find_library()
+    path = build.best_library()
     if path is None:
         pytest.skip("no C compiler")
     functions = ctypes.CDLL(str(path))

@@ -12,10 +12,10 @@ import torch
 
 from engine.runtime.models.load import load_model
 from engine.runtime.native import build
-from engine.runtime.native.library import Isa, native
+from engine.runtime.native.build import Isa
+from engine.runtime.native.library import native
 from engine.runtime.native.rows import StoredRows
 from engine.settings.engine_config import EngineConfig
-from engine.system.cache_folder import cache_folder
 from tests.cpu.model_driver import make_runner, request, serve, settings, state_blocks
 from tests.cpu.native_linears import int8, packed, quantised
 from tests.cpu.recorded import DRIVER, Recording
@@ -43,60 +43,55 @@ MODELS = (*ATTENDING, "qwen3_5", "granitemoehybrid-mamba", "lfm2")
 QUICK = (*build._FLAGS, "-O1", "-fexpensive-optimizations")
 FLOATS = {torch.float32: 2e-4, torch.bfloat16: 0.06}
 
-Machine = list[tuple[list[str], Isa]]  # commands that take an image, and the level of each
+Machine = list[tuple[list[str], str]]  # the driver with a library, and the instruction set of each
 
 
-def program(tools: Sequence[str], processor: str, folder: Path) -> list[str]:
-    """Compile for a processor, once; return the driver's command, which without an image prints the best level."""
+def programs(tools: Sequence[str], processor: str, folder: Path, names: Sequence[str]) -> list[list[str]]:
+    """Compile libraries for a processor, once; return the driver's command for each."""
     compiler, qemu = shutil.which(tools[0]), shutil.which(tools[1])
     if compiler is None or qemu is None:
         pytest.skip(f"needs {tools[0]} and {tools[1]} (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user)")
-    library, driver = build._cached(compiler), folder / f"replay-{tools[0]}"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        build.compile_library(compiler, library, flags=QUICK if tools is ARM else build._FLAGS)
+    driver = folder / f"replay-{tools[0]}"
+    with pytest.MonkeyPatch.context() as patch:
+        if tools is ARM:
+            patch.setattr(build, "_FLAGS", QUICK)
+            patch.setattr(build, "source_digest", build.source_digest.__wrapped__)
+        machine = "aarch64" if tools is ARM else "x86_64"
+        libraries = build.compile_libraries(compiler, names, machine=machine)
     build._run(compiler, "-o", str(driver), str(DRIVER))
-    return [qemu, *tools[2:], "-cpu", processor, str(driver), str(library)]
+    return [[qemu, *tools[2:], "-cpu", processor, str(driver), str(library)] for library in libraries]
 
 
 def vnni_of_avx512(folder: Path) -> list[str]:
-    """AVX-VNNI's kernels with AVX-512's form of the same instruction, in the place of the portable ones."""
-    compiler, library = build.find_compiler(), native()
-    if compiler is None or library is None or library.best_isa != Isa.AVX512BF16:
+    """AVX-VNNI's kernels with AVX-512's form of the same instruction."""
+    compiler = build.find_compiler()
+    if compiler is None or Isa.AVX512BF16 not in build.machine_isas():
         pytest.skip("needs a compiler and a machine with AVX512-VNNI")
-    sources, here = Path(build.__file__).parent, folder / "isa_avxvnni.c"
-    target, driver = cache_folder() / f"quire_cpu-{build.source_digest()}-evex.so", folder / "replay"
-    text = (sources / here.name).read_text().replace('target("avxvnni,', 'target("avx512vnni,avx512vl,')
-    here.write_text(text)
-    if not target.exists():
-        others = [str(path) for path in sources.glob("*.c") if not path.name.startswith("isa_")]
-        names = [f"-Wl,--defsym=kernels_{isa.name.lower()}=kernels_avxvnni" for isa in Isa if isa < Isa.NEON_DOT]
-        names.remove("-Wl,--defsym=kernels_avxvnni=kernels_avxvnni")
-        made = str(folder / "library.so")
-        flags = [*QUICK, f"-I{sources}", "-shared"]
-        build._run(compiler, *flags, "-o", made, *others, str(here), *names, "-lm")
-        shutil.move(made, target)
-    build._run(compiler, "-o", str(driver), str(DRIVER))
-    return [str(driver), str(target)]
+    options = f"{build._AVX2} -mavx512vnni -mavx512vl -DVECTOR_BYTES=32"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_FLAGS", QUICK)
+        patch.setattr(build, "_OPTIONS", {"x86_64": {"avxvnni": options}})
+        patch.setattr(build, "source_digest", build.source_digest.__wrapped__)
+        [library] = build.compile_libraries(compiler, ["avxvnni"])
+    build._run(compiler, "-o", str(folder / "replay"), str(DRIVER))
+    return [str(folder / "replay"), str(library)]
 
 
 @pytest.fixture(scope="module", params=["arm", "avx2", "avxvnni"])
 def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    """A machine's commands and their levels. The second has no AVX-512, and would end the process there."""
+    """A machine's commands. The second has no AVX-512, and would end the process there."""
     folder = tmp_path_factory.mktemp("machine")
     if request.param == "avxvnni":
-        return [(vnni_of_avx512(folder), Isa.PORTABLE)]
-    if request.param == "avx2":
-        return [(program(X86, "max", folder), Isa.AVX2)]
-    command = program(ARM, "max", folder)
-    return [(command, isa) for isa in (Isa.PORTABLE, Isa.NEON_DOT, Isa.NEON_BF16)]
+        return [(vnni_of_avx512(folder), "avxvnni")]
+    tools, names = (X86, ["avx2"]) if request.param == "avx2" else (ARM, ["portable", "neon_dot", "neon_bf16"])
+    return list(zip(programs(tools, "max", folder, names), names, strict=True))
 
 
 @pytest.fixture
 def recording() -> Recording:
     """Records calls of this machine's library."""
     library = native()
-    if library is None or library.best_isa == Isa.PORTABLE:
+    if library is None or library.isa == Isa.PORTABLE:
         pytest.skip("no native library here, or one whose products round twice")
     return Recording(library)
 
@@ -107,10 +102,11 @@ def recorded() -> dict[tuple[torch.dtype, bool], Recording]:
     return {}
 
 
-@pytest.mark.parametrize(("tools", "processor", "level"), PROCESSORS)
-def test_a_processor_gets_its_best_level(tools: Sequence[str], processor: str, level: Isa, tmp_path: Path) -> None:
-    run = subprocess.run(program(tools, processor, tmp_path), capture_output=True, text=True, check=True)
-    assert int(run.stdout) == level
+@pytest.mark.parametrize(("tools", "processor", "best"), PROCESSORS)
+def test_a_processor_gets_its_best(tools: Sequence[str], processor: str, best: Isa, tmp_path: Path) -> None:
+    [command] = programs(tools, processor, tmp_path, [build.CHOOSER])
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(run.stdout.split()[-1]) == best
 
 
 @pytest.mark.parametrize("dtype", list(FLOATS))
@@ -125,10 +121,10 @@ def test_integer_formats_have_the_same_bits(
         for linear in linears:
             for num_rows in (1, 2, 3, 4, 11):
                 linear(torch.randn(num_rows, 512).to(dtype), torch.float32)
-    for command, level in machine:
-        found = recording.replay(command, tmp_path / "image", level)
+    for command, isa in machine:
+        found = recording.replay(command, tmp_path / "image")
         for ours, theirs in zip(recording.results, found, strict=True):
-            assert torch.equal(ours, theirs), level
+            assert torch.equal(ours, theirs), isa
 
 
 @pytest.mark.parametrize("dtype", list(FLOATS))
@@ -140,8 +136,8 @@ def test_products_of_floats_differ_by_rounding(
     with recording():
         for num_rows in (1, 5, 30):
             linear(torch.randn(num_rows, 384).to(dtype), torch.float32)
-    for command, level in machine:
-        found = recording.replay(command, tmp_path / "image", level)
+    for command, _ in machine:
+        found = recording.replay(command, tmp_path / "image")
         torch.testing.assert_close(found, recording.results, atol=1e-5, rtol=1e-5)
 
 
@@ -160,8 +156,8 @@ def test_models_differ_by_rounding(
         record_models(recording, dtype, tmp_path, is_int8=is_int8)
         recorded[dtype, is_int8] = recording
     known = recorded[dtype, is_int8]
-    for command, level in machine:
-        found = known.replay(command, tmp_path / "image", level)
+    for command, _ in machine:
+        found = known.replay(command, tmp_path / "image")
         for ours, theirs in zip(known.results, found, strict=True):
             torch.testing.assert_close(theirs, ours, atol=FLOATS[dtype], rtol=FLOATS[dtype])
 

@@ -20,7 +20,8 @@ from engine.core.errors import ConfigError
 from engine.files.gguf_kinds import Kind
 from engine.runtime.models import load as load_module
 from engine.runtime.models.load import load_model
-from engine.runtime.native.library import Isa, Library, WeightFormat, native
+from engine.runtime.native.build import Isa
+from engine.runtime.native.library import Library, WeightFormat, choose_kernels, native
 from engine.runtime.native.ops import dequantise, is_served_quantised
 from engine.runtime.native.rows import StoredRows
 from engine.settings.engine_config import EngineConfig
@@ -97,10 +98,12 @@ def test_instruction_sets_agree_to_the_bit(library: Library, kind: Kind | None) 
     torch.manual_seed(4)
     x, weight = torch.randn(7, 768), torch.randn(70, 768)
     parts = [] if kind is None else [StoredRows(int(kind), random_rows(70, 768, kind, scale=0.0123))]
-    linear = quantised(library, parts, 768, x.dtype) if parts else int8(library, weight)
-    found = linear(x)
-    library.use_isa(library.best_isa)
-    assert torch.equal(found, linear(x))
+    found = []
+    for isa in (library.isa.name.lower(), "auto"):
+        choose_kernels(isa)
+        linear = quantised(native(), parts, 768, x.dtype) if parts else int8(native(), weight)
+        found.append(linear(x))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

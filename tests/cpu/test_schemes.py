@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.core.errors import ModelLoadError
 from engine.files.quant_config import QuantConfig
 from engine.runtime.models.load import choose_scheme
-from engine.runtime.native.library import Isa
+from engine.runtime.native.build import Isa
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.linear import Bundle, Circumstances, Scheme
 from engine.runtime.weights.stored.formats import Storage

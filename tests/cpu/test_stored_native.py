@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
-from engine.runtime.native.library import Isa, native
+from engine.runtime.native.build import Isa
+from engine.runtime.native.library import native
 from engine.runtime.native.rows import RepackedRows
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.packed import Blocks, Codes, Floats, Integers, repacked

@@ -18,11 +18,18 @@ from pathlib import Path
 import pytest
 from real_daemon import SMALL, Daemon
 
-from engine.runtime.native.build import find_compiler
+from engine.runtime.native.build import all_names, find_compiler, library_name
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("engine", "server", "loadtest", "quire", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 SUFFIXES = (".py", ".c", ".h", ".json", ".html", ".css", ".js", ".svg", ".woff2")  # of files that running code needs
+
+
+ARM_COMPILER = """#!/bin/sh
+[ "$1" = -dumpmachine ] && echo aarch64-linux-gnu && exit
+while [ "$1" != -o ]; do shift; done
+echo needs GLIBC_2.17 and GLIBC_2.29 > "$2"
+"""
 
 
 def environment() -> dict[str, str]:
@@ -31,9 +38,9 @@ def environment() -> dict[str, str]:
     return kept | {"BUILD_COMMIT": "0123abcd"}
 
 
-def run(*command: object, folder: Path) -> str:
+def run(*command: object, folder: Path, **variables: str) -> str:
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=folder, env=environment() | variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -48,15 +55,18 @@ def kernels_of(pid: int) -> str:
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an sdist, and of a wheel that is made from it."""
     folder = tmp_path_factory.mktemp("package")
-    sources = folder / "sources"
+    copy_sources(folder / "sources")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", folder / "sources", folder=folder)
+    return folder / "dist"
+
+
+def copy_sources(sources: Path) -> None:
     sources.mkdir()
     for part in PARTS:
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, sources / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy(ROOT / part, sources / part)
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", sources, folder=folder)
-    return folder / "dist"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +88,7 @@ def test_both_archives_are_valid_and_complete(dist: Path) -> None:
     [wheel], [archive] = dist.glob("*.whl"), dist.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
     libraries = [name for name in names if name.endswith(".so")]
-    assert len(libraries) == (find_compiler() is not None)
+    assert len(libraries) == (len(all_names()) if find_compiler() else 0)
     assert wheel.name.endswith("-py3-none-any.whl") == (not libraries)
     tracked = [name for name in run("git", "ls-files", *PARTS[:4], folder=ROOT).split() if name.endswith(SUFFIXES)]
     assert set(tracked) <= set(names), "a file of the packages is missing"
@@ -87,6 +97,21 @@ def test_both_archives_are_valid_and_complete(dist: Path) -> None:
     with tarfile.open(archive) as opened:
         inside = {name.partition("/")[2] for name in opened.getnames()}
     assert {*tracked, "engine/commit.txt", "setup.py", "pyproject.toml"} <= inside
+
+
+def test_a_compiler_for_another_machine_makes_a_wheel_for_it(tmp_path: Path) -> None:
+    copy_sources(tmp_path / "sources")
+    compiler = tmp_path / "aarch64-cc"
+    compiler.write_text(ARM_COMPILER, encoding="utf-8")
+    compiler.chmod(0o755)
+    run(
+        sys.executable, "-m", "build", "--no-isolation", "--wheel", tmp_path / "sources",
+        folder=tmp_path, CC=str(compiler), XDG_CACHE_HOME=str(tmp_path),
+    )  # fmt: skip
+    [wheel] = tmp_path.glob("sources/dist/*.whl")
+    assert wheel.name.endswith("-py3-none-manylinux_2_29_aarch64.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
+    assert names == {f"engine/runtime/native/{library_name(name, 'aarch64')}" for name in all_names("aarch64")}
 
 
 def test_the_installed_command_knows_its_commit(installed: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def with_means(hf: HFConfig) -> ModelConfig:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Decoder]:
-    library, installed, compiler = native(), build.find_library(), build.find_compiler()
+    library, installed, compiler = native(), build.best_library(), build.find_compiler()
     if library is None or installed is None or compiler is None:
         pytest.skip("no native library and no C compiler")
     source, made = Path(__file__).with_name("running_mean.c"), tmp_path / "running_mean.so"

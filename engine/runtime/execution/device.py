@@ -13,7 +13,6 @@ from engine.core.errors import ConfigError
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.cuda.device import explain_absence
 from engine.runtime.models.causal_lm import CausalLM
-from engine.runtime.native.build import find_library, must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.system.host_limits import usable_cpus
 
@@ -42,10 +41,10 @@ def _configure_allocator() -> None:
 
 def load_kernels(setting: str, report: ReportProgress) -> None:
     """Choose the native library of --cpu-kernels, compiled if need be, and report it."""
-    if setting != "off" and must_compile():
-        report(Progress("kernels", "compiling them for this machine, once"))
-        find_library(lambda done, total: report(Progress("kernels", "", done, total, "files")))
-    choose_kernels(setting)
+    detail = "compiling them for this machine, once"
+    choose_kernels(
+        setting, lambda done, total: report(Progress("kernels", "" if done else detail, done, total, "files"))
+    )
     library = native()
     report(Progress("kernels", "torch's own" if library is None else f"native, {library.isa.name.lower()}"))
 

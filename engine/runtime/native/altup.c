@@ -44,7 +44,7 @@ static int32_t multiply(const struct turn *t, const struct linear *matrix, float
 static void place(const struct turn *t, int64_t index, const float *from, int64_t from_stride) {
     int64_t hidden = t->decoder->hidden, stride = t->decoder->num_altup * hidden;
     struct lengthen_args args = {from, t->stream, t->all_streams + index * hidden, from_stride, hidden, stride, hidden};
-    on_rows(t, active_kernels()->lengthen, &args);
+    on_rows(t, lengthen, &args);
 }
 
 static size_t measure_start(const struct part *part, const struct decoder *d, int64_t rows, size_t *packed) {
@@ -68,7 +68,7 @@ static int32_t start(const struct turn *t) {
     quire_add_rms_norm(&copy);
     for (int64_t i = 1; i < t->decoder->num_altup; i++) place(t, i, others + (i - 1) * hidden, ends->spread.n);
     struct altup_args first = args_of(t, t->layer);
-    on_rows(t, active_kernels()->altup_predict, &first);
+    on_rows(t, altup_predict, &first);
     return QUIRE_OK;
 }
 
@@ -103,15 +103,15 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
 
 static int32_t run(const struct turn *t) {
     struct altup_args args = args_of(t, t->layer);
-    on_rows(t, active_kernels()->altup_correct, &args);
+    on_rows(t, altup_correct_rows, &args);
     struct turn own = *t;
     own.part = &((const struct altup *)t->part->args)->gate;
     int32_t status = own.part->kind->run(&own);
     if (status) return status;
-    on_rows(t, active_kernels()->altup_share, &args);
+    on_rows(t, altup_share, &args);
     if (t->index + 1 == t->decoder->num_layers) return gather(t);
     args = args_of(t, t->layer + 1);
-    on_rows(t, active_kernels()->altup_predict, &args);
+    on_rows(t, altup_predict, &args);
     return QUIRE_OK;
 }
 

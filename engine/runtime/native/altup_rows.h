@@ -83,14 +83,14 @@ INLINE void share_row(const struct altup_args *a, int64_t row, int64_t num) {
 }
 
 /* Rows [begin, end). 4 is Gemma 3n's number of streams, for which the compiler unrolls. */
-static void altup_predict(const void *args, int64_t begin, int64_t end) {
+void altup_predict(const void *args, int64_t begin, int64_t end) {
     const struct altup_args *a = args;
     for (int64_t row = begin; row < end; row++)
         if (a->num == 4) predict_row(a, row, 4);
         else predict_row(a, row, a->num);
 }
 
-static void altup_share(const void *args, int64_t begin, int64_t end) {
+void altup_share(const void *args, int64_t begin, int64_t end) {
     const struct altup_args *a = args;
     for (int64_t row = begin; row < end; row++) share_row(a, row, a->num);
 }
@@ -101,7 +101,7 @@ INLINE void altup_correct_as(const struct altup_args *a, int64_t begin, int64_t 
         else correct_row(a, row, a->num, dtype);
 }
 
-static void lengthen(const void *args, int64_t begin, int64_t end) {
+void lengthen(const void *args, int64_t begin, int64_t end) {
     const struct lengthen_args *a = args;
     for (int64_t row = begin; row < end; row++) {
         struct view from = floats(a->from, row * a->from_stride), to = floats(a->to, row * a->to_stride);

@@ -33,7 +33,7 @@ INLINE size_t rows_of(const struct attend_args *a, const struct attend_task *tas
 
 INLINE size_t room_for_rows(const struct attend_args *a) { return ROWS + (size_t)group_of(a) + W; }
 
-static size_t attend_scratch(const struct attend_args *a) {
+size_t attend_scratch(const struct attend_args *a) {
     size_t dim = (size_t)a->pool.head_dim;
     return (room_for_rows(a) * (3 * dim + 3 + 2 * W) + BLOCK_ROWS * CHUNK + (2 * CHUNK + TILE / 2) * dim + 2 * CHUNK) *
            sizeof(float);
@@ -344,7 +344,7 @@ INLINE void attend_as(const struct attend_args *a, const struct attend_task *tas
 }
 
 /* How scores are multiplied: numbers of an int8 pool are widened to what the queries' type is multiplied in. */
-static void attend(const struct attend_args *a, const struct attend_task *task, void *memory) {
+void attend(const struct attend_args *a, const struct attend_task *task, void *memory) {
     struct scratch s = carve(a, memory);
     enum kind kind = kind_of((enum dtype)a->pool.dtype);
     if (a->pool.is_int8 && kind != KIND_BF16_DOT) kind = KIND_F32;
@@ -357,7 +357,7 @@ static void attend(const struct attend_args *a, const struct attend_task *task, 
 }
 
 /* Join the records of all parts, which cover the keys of one set of rows from first to last. */
-static void attend_merge(const struct attend_args *a, const struct attend_task *parts, int64_t num_parts) {
+void attend_merge(const struct attend_args *a, const struct attend_task *parts, int64_t num_parts) {
     int64_t dim = value_dim_of(&a->pool), rows = (int64_t)rows_of(a, parts), width = RECORD_FLOATS(dim);
     for (int64_t r = 0; r < rows; r++) {
         float *into = parts[0].records + r * width;

@@ -43,7 +43,7 @@ static void take_tasks(void *context) {
         return;
     }
     for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_tasks;) {
-        active_kernels()->attend(job->args, &job->tasks[i], scratch);
+        attend(job->args, &job->tasks[i], scratch);
         if (team_must_pause(job->pause_at)) break;
     }
     free(scratch);
@@ -51,7 +51,7 @@ static void take_tasks(void *context) {
 
 static enum status run_tasks(const struct plan *plan, int64_t begin, int64_t end) {
     if (begin == end) return QUIRE_OK;
-    size_t scratch = active_kernels()->attend_scratch(plan->args);
+    size_t scratch = attend_scratch(plan->args);
     struct attend_job job = {plan->args, plan->tasks + begin, end - begin, scratch, HUGE_VAL, 0, 0};
     do {
         job.pause_at = team_pause_at();
@@ -216,7 +216,7 @@ static void merge_parts(const struct plan *plan) {
     for (const struct attend_task *task = plan->tasks + plan->num_prefix_tasks, *after; task < end; task = after) {
         for (after = task + 1; after < end && after->records && after->key_begin == after[-1].key_end &&
                                after->head == task->head && after->slice == task->slice; after++) {}
-        if (task->records) active_kernels()->attend_merge(plan->args, task, after - task);
+        if (task->records) attend_merge(plan->args, task, after - task);
     }
 }
 

@@ -115,13 +115,13 @@ static int32_t run(const struct turn *t) {
     }
     if (a->clip != 0) {
         struct clip_args clip = {t->room, qkv->n, a->clip, t->decoder->dtype};
-        run_ranges(active_kernels()->clip, &clip, t->rows, qkv->n);
+        run_ranges(clip_rows, &clip, t->rows, qkv->n);
     }
     rotate(t, a, has_queries ? q : k, has_queries ? a->scores.num_heads : 0);
     status = part_attend(t, &a->scores, kv_width ? k : NULL, v, qkv->n, q, qkv->n, t->out);
     if (status || !a->gates || !has_queries) return status;
     struct gate_args gate = {t->out, gates, q_width, t->decoder->dtype};
-    run_ranges(active_kernels()->gate, &gate, t->rows, q_width);
+    run_ranges(gate_rows, &gate, t->rows, q_width);
     return 0;
 }
 

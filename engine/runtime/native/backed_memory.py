@@ -9,7 +9,7 @@ from ctypes import POINTER, addressof, c_char, c_int32, c_int64, c_void_p
 from functools import cache
 from threading import Thread
 
-from engine.runtime.native.build import find_library, must_compile
+from engine.runtime.native.build import best_library
 
 
 class BackedMemory:
@@ -48,7 +48,7 @@ def find_touch() -> Callable[[int, int, c_int32], None] | None:
 
     The first call holds the GIL while another library is loaded.
     """
-    path = None if must_compile() else find_library()
+    path = best_library()
     if path is None:
         return None
     try:

@@ -1,29 +1,64 @@
-"""Finds the native library: in the package, in a cache, or by compiling it.
+"""Finds the native library of an instruction set: in the package, in a cache, or by compiling it.
 
-A file is trusted if its name has the digest of these sources. Compiling happens once a machine and takes some seconds;
-the result is renamed into place, so processes that start together do not disturb one another. A failure is a line in
-the debug log, and the callers use torch instead. Any thread; knows no torch.
+A file is trusted if its name has the digest of these sources. A start compiles only the library that it uses, which takes some
+seconds, once a machine; processes that start together wait for the first of them. A failure is a line in the debug log, and
+the callers use torch instead. Any thread; knows no torch.
 
-setup.py puts the library into wheels.
+setup.py puts the libraries of all instruction sets into wheels.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import hashlib
 import logging
+import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from enum import IntEnum
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from engine.runtime.native.structs import layout_source
 from engine.system.cache_folder import cache_folder
 
+
+class Isa(IntEnum):
+    """Instruction sets, in rising order; a machine may lack one that is not its best."""
+
+    PORTABLE = 0
+    AVX2 = 1
+    AVXVNNI = 2
+    AVX512 = 3
+    AVX512BF16 = 4
+    NEON_DOT = 5
+    NEON_BF16 = 6
+
+
+CHOOSER = "isa"  # the name of a library beside those of instruction sets, which says what the machine has
 _HERE = Path(__file__).parent
+_MACHINE = platform.machine()
+_AVX2 = "-mavx2 -mfma -mf16c -mprfchw"  # Haswell, Zen; where PREFETCHW is missing it does nothing
+_AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"  # Skylake-SP
+_OPTIONS: Mapping[str, Mapping[str, str]] = {  # of machines, and of their instruction sets, for kernels_*.c
+    "x86_64": {
+        "avx2": _AVX2,
+        "avxvnni": f"{_AVX2} -mavxvnni",  # Alder Lake
+        "avx512": _AVX512,
+        "avx512bf16": f"{_AVX512} -mavx512bf16 -mavx512vnni",  # Cooper Lake, Zen 4
+    },
+    "aarch64": {  # where "portable" is NEON
+        "neon_dot": "-march=armv8.2-a+dotprod",  # Cortex-A76, Neoverse N1
+        "neon_bf16": "-march=armv8.2-a+dotprod+i8mm+bf16",  # Neoverse V1 and N2
+    },
+}
 _FLAGS = (
     "-O2",
     "-std=gnu11",
@@ -35,44 +70,46 @@ _FLAGS = (
 )
 _COMPILERS = ("cc", "gcc", "clang")
 _TIME_LIMIT_S = 300
-_failed: set[Path] = set()  # libraries that this process could not compile, and does not try again
 _log = logging.getLogger(__name__)
 
 OnCompiled = Callable[[int, int], None]  # called with the files that are compiled, and all
 
 
-def find_library(on_compiled: OnCompiled = lambda *_: None) -> Path | None:
-    """Return the shared library of these sources, None if it is neither found nor compiled."""
-    packaged, compiler = _packaged(), find_compiler()
-    if packaged.exists():
-        return packaged
-    if compiler is None:
-        _log.debug("no native kernels: none are packaged for this machine, and no compiler was found (%s)", _COMPILERS)
-        return None
+def find_library(name: str, on_compiled: OnCompiled = lambda *_: None) -> Path | None:
+    """Return the library of an instruction set, or the chooser; None if it is neither found nor compiled."""
+    found, compiler = installed_library(name), find_compiler()
+    if found is not None:
+        return found
     try:
-        return _compile_cached(compiler, on_compiled)
+        if compiler is None:
+            raise RuntimeError(f"none are packaged for this machine, and no compiler was found {_COMPILERS}")
+        return compile_libraries(compiler, [name], on_compiled)[0]
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _log.debug("no native kernels: %s", error)
         return None
 
 
-def must_compile() -> bool:
-    """Return whether find_library will compile: a compiler exists, and no library does."""
+def installed_library(name: str) -> Path | None:
+    """Return a library that needs no compiling: the package's, or the cache's."""
     compiler = find_compiler()
-    return compiler is not None and installed_library() is None and _cached(compiler) not in _failed
+    folders = [_HERE] if compiler is None else [_HERE, _cache_of(compiler)]
+    return next(filter(Path.exists, (folder / library_name(name) for folder in folders)), None)
 
 
-def installed_library() -> Path | None:
-    """Return the library that needs no compiling: the package's, or the cache's."""
-    compiler, packaged = find_compiler(), _packaged()
-    if packaged.exists():
-        return packaged
-    cached = None if compiler is None else _cached(compiler)
-    return cached if cached is not None and cached.exists() else None
+@cache
+def machine_isas() -> tuple[Isa, ...]:
+    """Return what the machine can run and the compiler knows, in rising order; none without any library."""
+    chooser = find_library(CHOOSER)
+    with suppress(OSError):  # a folder from which nothing may be loaded
+        if chooser is not None:
+            has_isa = ctypes.CDLL(str(chooser)).quire_has_isa
+            return tuple(isa for isa in Isa if has_isa(isa))
+    return ()
 
 
-def _packaged() -> Path:
-    return _HERE / f"quire_cpu-{source_digest()}.so"
+def best_library() -> Path | None:
+    """Return the library of the machine's best instruction set, if it needs no compiling."""
+    return installed_library(machine_isas()[-1].name.lower()) if machine_isas() else None
 
 
 def find_compiler() -> str | None:
@@ -81,60 +118,83 @@ def find_compiler() -> str | None:
 
 
 @cache
-def source_digest() -> str:
+def source_digest(machine: str = _MACHINE) -> str:
     """Return a digest of the sources, the compiler's options and the kind of machine."""
-    digest = hashlib.sha256(" ".join((*_FLAGS, platform.system(), platform.machine())).encode())
+    digest = hashlib.sha256(f"{_FLAGS} {_OPTIONS} {platform.system()} {machine}".encode())
     for path in sorted((*_HERE.glob("*.c"), *_HERE.glob("*.h"), _HERE / "structs.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def compile_library(
-    compiler: str, target: Path, on_compiled: OnCompiled = lambda *_: None, flags: Sequence[str] = _FLAGS
-) -> None:
-    """Compile the sources in parallel and link.
+def all_names(machine: str = _MACHINE) -> list[str]:
+    """Return the names of the libraries that machines of a kind may need."""
+    return [CHOOSER, "portable", *_OPTIONS.get(machine, ())]
+
+
+def library_name(name: str, machine: str = _MACHINE) -> str:
+    """Return the name of a library's file."""
+    return f"quire_cpu-{source_digest(machine)}-{name}.so"
+
+
+def _cache_of(compiler: str) -> Path:
+    # The compiler is identified by its file: asking for its version would cost every start a process.
+    about = Path(compiler).resolve().stat()
+    key = hashlib.sha256(f"{compiler} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:8]
+    return cache_folder() / f"compiled-{key}"
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait for other processes that compile into a folder; the system ends the wait when they end."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def compile_libraries(
+    compiler: str, names: Iterable[str], on_compiled: OnCompiled = lambda *_: None, machine: str = _MACHINE
+) -> list[Path]:
+    """Return libraries in the cache, of which those that do not exist are compiled, in parallel; what they share, once.
 
     Raises RuntimeError with the compiler's message, OSError, or SubprocessError.
     """
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as workers:
-        layout = Path(folder, "layout.c")
-        layout.write_text(layout_source(), encoding="utf-8")
-        sources = [*sorted(_HERE.glob("*.c")), layout]
-        objects = [str(Path(folder, source.stem + ".o")) for source in sources]
+    folder = _cache_of(compiler)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    made = {name: folder / library_name(name, machine) for name in names}
+    with _alone_in(folder), tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor() as workers:
+        missing = {name: _units(name, machine, Path(scratch)) for name, path in made.items() if not path.exists()}
+        objects = {unit: str(Path(scratch, f"{number}.o")) for number, unit in enumerate(chain(*missing.values()))}
         running = [
-            workers.submit(_run, compiler, *flags, f"-I{_HERE}", "-c", "-o", made, str(source))
-            for source, made in zip(sources, objects, strict=True)
+            workers.submit(_run, compiler, *_FLAGS, *options.split(), f"-I{_HERE}", "-c", "-o", target, str(source))
+            for (source, options), target in objects.items()
         ]
-        on_compiled(0, len(sources))
+        on_compiled(0, len(running))
         for done, compiled in enumerate(as_completed(running), 1):
             compiled.result()
-            on_compiled(done, len(sources))
-        made = Path(folder, target.name)
-        _run(compiler, "-shared", "-o", str(made), *objects, "-lm")
-        made.replace(target)
+            on_compiled(done, len(running))
+        for name, units in missing.items():
+            linked = Path(scratch, name)
+            _run(compiler, "-shared", "-o", str(linked), *(objects[unit] for unit in units), "-lm")
+            linked.replace(made[name])
+    return list(made.values())
+
+
+def _units(name: str, machine: str, scratch: Path) -> list[tuple[Path, str]]:
+    """Return the files that a library is compiled of and the options of each, the longest first."""
+    chooser, layout = _HERE / "isa.c", scratch / "layout.c"
+    if name == CHOOSER:
+        return [(chooser, "")]
+    layout.write_text(layout_source(), encoding="utf-8")
+    kernels = sorted(_HERE.glob("kernels_*.c"), reverse=True)
+    others = sorted({*_HERE.glob("*.c"), layout} - {*kernels, chooser})
+    return [(path, _OPTIONS.get(machine, {}).get(name, "")) for path in kernels] + [(path, "") for path in others]
 
 
 def _run(*command: str) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False)  # noqa: S603 - our own
     if run.returncode != 0:
         raise RuntimeError(f"{command[0]} failed: {run.stderr[-2000:]}")
-
-
-def _cached(compiler: str) -> Path:
-    # The compiler is identified by its file: asking for its version would cost every start a process.
-    about = Path(compiler).resolve().stat()
-    key = hashlib.sha256(f"{compiler} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:8]
-    return cache_folder() / f"quire_cpu-{source_digest()}-{key}.so"
-
-
-def _compile_cached(compiler: str, on_compiled: OnCompiled) -> Path:
-    target = _cached(compiler)
-    if target in _failed:
-        raise RuntimeError("they could not be compiled before")
-    if not target.exists():
-        _log.debug("compiling native kernels with %s", compiler)
-        _failed.add(target)  # unless what follows succeeds
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        compile_library(compiler, target, on_compiled)
-        _failed.remove(target)
-    return target

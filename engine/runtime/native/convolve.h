@@ -27,8 +27,8 @@ INLINE void convolve_segment_as(const struct convolution *c, int64_t slice, int6
 }
 
 /* The same; kernels of three and four keep their taps in registers. */
-INLINE void convolve_segment(const struct convolution *c, int64_t slice, int64_t first, int64_t num, int64_t segment,
-                             float *out, int64_t out_stride, int is_silu, enum dtype dtype) {
+INLINE void convolve_segment_of(const struct convolution *c, int64_t slice, int64_t first, int64_t num, int64_t segment,
+                                float *out, int64_t out_stride, int is_silu, enum dtype dtype) {
     if (c->kernel == 4)
         convolve_segment_as(c, slice, first, num, segment, out, out_stride, is_silu, 4, dtype);
     else if (c->kernel == 3)
@@ -37,9 +37,20 @@ INLINE void convolve_segment(const struct convolution *c, int64_t slice, int64_t
         convolve_segment_as(c, slice, first, num, segment, out, out_stride, is_silu, c->kernel, dtype);
 }
 
+/* The same for any type. Never inlined: compiling it takes a second. */
+__attribute__((noinline)) static void convolve_segment(const struct convolution *c, int64_t slice, int64_t first, int64_t num,
+                                                       int64_t segment, float *out, int64_t out_stride, int is_silu) {
+    if (c->dtype == DT_F32)
+        convolve_segment_of(c, slice, first, num, segment, out, out_stride, is_silu, DT_F32);
+    else if (c->dtype == DT_BF16)
+        convolve_segment_of(c, slice, first, num, segment, out, out_stride, is_silu, DT_BF16);
+    else
+        convolve_segment_of(c, slice, first, num, segment, out, out_stride, is_silu, DT_F16);
+}
+
 /* The same for all channels. */
 INLINE void convolve(const struct convolution *c, int64_t slice, int64_t first, int64_t num, float *out,
-                     int64_t out_stride, int is_silu, enum dtype dtype) {
+                     int64_t out_stride, int is_silu) {
     for (int64_t segment = 0; segment * c->segment < c->channels; segment++)
-        convolve_segment(c, slice, first, num, segment, out + segment * c->segment, out_stride, is_silu, dtype);
+        convolve_segment(c, slice, first, num, segment, out + segment * c->segment, out_stride, is_silu);
 }

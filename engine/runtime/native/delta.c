@@ -38,7 +38,7 @@ static void run_move(const void *context, int64_t begin, int64_t end) {
 
 static int32_t finish(const struct turn *t, const struct pass *p) {
     (void)t; /* no head needs another rank's */
-    run_ranges(active_kernels()->delta_finish, p, p->end - p->begin, 4 * p->sizes->num_heads * p->sizes->v_dim);
+    run_ranges(delta_finish, p, p->end - p->begin, 4 * p->sizes->num_heads * p->sizes->v_dim);
     return QUIRE_OK;
 }
 
@@ -55,7 +55,7 @@ static int32_t run(const struct turn *t) {
         struct mixed mixed = {d, pass.rows, (size_t)pass.width * size_of(dtype), size_of(dtype)};
         run_ranges(run_move, &mixed, t->rows, pass.width);
     }
-    return run_passes(t, &pass, active_kernels()->delta_prepare, active_kernels()->delta_advance, finish);
+    return run_passes(t, &pass, delta_prepare, delta_advance, finish);
 }
 
 EXPORT const struct kind kind_delta = {measure, run};

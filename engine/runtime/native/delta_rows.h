@@ -70,6 +70,6 @@ INLINE void finish_delta(const struct pass *p, float *token, const char *row, in
     }
 }
 
-static void delta_prepare(const void *p, int64_t begin, int64_t end) { prepare_pass(p, begin, end, complete_delta); }
-static void delta_advance(const void *p, int64_t begin, int64_t end) { advance_pass(p, begin, end, change_by_delta); }
-static void delta_finish(const void *p, int64_t begin, int64_t end) { finish_pass(p, begin, end, finish_delta); }
+void delta_prepare(const void *p, int64_t begin, int64_t end) { prepare_pass(p, begin, end, complete_delta); }
+void delta_advance(const void *p, int64_t begin, int64_t end) { advance_pass(p, begin, end, change_by_delta); }
+void delta_finish(const void *p, int64_t begin, int64_t end) { finish_pass(p, begin, end, finish_delta); }

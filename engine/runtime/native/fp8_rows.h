@@ -30,7 +30,7 @@ static void widen_fp8_row(const struct fp8_row *row, float *values, float *peaks
 }
 
 /* `scratch` has room for k + k / QBLOCK values, and as many float16. */
-static void round_fp8(const struct fp8_row *row, float *scratch, uint8_t *to) {
+void round_fp8(const struct fp8_row *row, float *scratch, uint8_t *to) {
     enum { BLOCK_BYTES = 2 + QBLOCK };
     int64_t num_blocks = row->k / QBLOCK;
     float *peaks = scratch + row->k;

@@ -20,24 +20,22 @@ INLINE enum kind kind_of_weight(const struct gemm_args *a) {
 /* Bytes of a lane of x: pairs that the machine cannot multiply directly become two float32. */
 INLINE size_t row_lane_bytes(enum kind kind) { return kind == KIND_BF16 ? 8 : 4; }
 
-static int64_t gemm_num_groups(const struct gemm_args *a) {
+int64_t gemm_num_groups(const struct gemm_args *a) {
     int64_t most = is_quantised(a->w.format) ? QROWS : GROUP;
     return (a->m + most - 1) / most;
 }
 
-INLINE int64_t group_start(const struct gemm_args *a, int64_t group) { return group * a->m / gemm_num_groups(a); }
-
-static size_t gemm_rows_bytes(const struct gemm_args *a) {
+size_t gemm_rows_bytes(const struct gemm_args *a) {
     if (is_quantised(a->w.format)) return (size_t)a->m * quant_row_bytes(a->w.format, a->w.k);
     enum kind kind = kind_of_weight(a);
     return (size_t)(a->m * a->w.k) / pair_of(kind) * row_lane_bytes(kind);
 }
 
 /* Pack one group, its rows `stride` values apart from `x` on. */
-static void gemm_pack_group(const struct gemm_args *a, int64_t group, const void *x_rows, int64_t stride) {
+void gemm_pack_group(const struct gemm_args *a, int64_t group, const void *x_rows, int64_t stride) {
     enum kind kind = kind_of_weight(a);
     size_t lanes = (size_t)a->w.k / pair_of(kind);
-    int64_t first = group_start(a, group), num = group_start(a, group + 1) - first;
+    int64_t first = gemm_group_start(a, group), num = gemm_group_start(a, group + 1) - first;
     if (is_quantised(a->w.format)) {
         quant_pack_rows(&a->w, x_rows, stride, quant_group_at(a->w.format, a->w.k, a->rows, first, num), num);
     } else {
@@ -55,11 +53,11 @@ static void gemm_pack_group(const struct gemm_args *a, int64_t group, const void
     }
 }
 
-static void gemm_pack_rows(const void *args, int64_t begin, int64_t end) {
+void gemm_pack_rows(const void *args, int64_t begin, int64_t end) {
     const struct gemm_args *a = args;
     size_t size = a->w.dtype == DT_F32 ? 4 : 2;
     for (int64_t g = begin; g < end; g++)
-        gemm_pack_group(a, g, (const char *)a->x + (size_t)(group_start(a, g) * a->x_stride) * size, a->x_stride);
+        gemm_pack_group(a, g, (const char *)a->x + (size_t)(gemm_group_start(a, g) * a->x_stride) * size, a->x_stride);
 }
 
 /* sums[R][PANEL] += rows . panel over some lanes; `ahead` is fetched meanwhile, `lines` cache lines every four lanes. */
@@ -155,21 +153,6 @@ INLINE void gemm_prepare(const struct gemm_args *a, int64_t first_row, int64_t n
     }
 }
 
-/* max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2), which is x / 2 * (1 + erf(x / sqrt 2)); erfc is Abramowitz and Stegun's 7.1.26,
- * exact to 1.5e-7. */
-INLINE vf gelu(vf x) {
-    vf most = max_f(x, -x), z = most * 0.707106781f, t = 1.f / (1.f + 0.3275911f * z);
-    vf sum = 1.421413741f + t * (-1.453152027f + t * 1.061405429f);
-    sum = t * (0.254829592f + t * (-0.284496736f + t * sum));
-    return max_f(x, splat(0)) - 0.5f * most * sum * exp_f(-z * z);
-}
-
-INLINE vf activate(vf x, enum activation activation) {
-    if (activation == ACT_SILU) return x / (1.f + exp_f(-x));
-    if (activation == ACT_GELU_TANH) return 0.5f * x * (1.f + tanh_f(0.797884561f * (x + 0.044715f * x * x * x)));
-    return gelu(x);
-}
-
 /* Sums of some rows and one panel, plus bias, perhaps activated, rounded into y. */
 INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
                            int64_t panel, enum dtype y_dtype) {
@@ -214,7 +197,7 @@ static void gemm_quantised(const struct gemm_args *a, const struct gemm_share *s
     float sums[(QROWS > GROUP ? QROWS : GROUP) * PANEL];
     for (int64_t p = share->panel_begin; p < share->panel_end; p++)
         for (int64_t g = share->group_begin; g < share->group_end; g++) {
-            int64_t first = group_start(a, g), num_rows = group_start(a, g + 1) - first;
+            int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
             gemm_prepare(a, first, num_rows, p);
             quant_panel(&a->w, a->rows, first, num_rows, p, sums, g - share->group_begin,
                         share->group_end - share->group_begin);
@@ -223,7 +206,7 @@ static void gemm_quantised(const struct gemm_args *a, const struct gemm_share *s
         }
 }
 
-static void gemm(const struct gemm_args *a, const struct gemm_share *share) {
+void gemm(const struct gemm_args *a, const struct gemm_share *share) {
     if (is_quantised(a->w.format)) {
         gemm_quantised(a, share);
         return;
@@ -236,7 +219,7 @@ static void gemm(const struct gemm_args *a, const struct gemm_share *share) {
      * of where it is; for a single row what the machine fetches by itself is enough. */
     size_t lines = a->m == 1 ? 0 : (LINES_AHEAD - 1) / (size_t)num_groups + 1;
     float sums[BLOCK_GROUPS * GROUP * PANEL];
-    int64_t block_start = group_start(a, share->group_begin);
+    int64_t block_start = gemm_group_start(a, share->group_begin);
     for (int64_t p = share->panel_begin; p < share->panel_end; p++) {
         const uint32_t *panel = (const uint32_t *)a->w.packed + (size_t)p * lanes * PANEL;
         for (size_t at = 0, num; at < lanes; at += num) {
@@ -244,7 +227,7 @@ static void gemm(const struct gemm_args *a, const struct gemm_share *share) {
             const uint32_t *slice = panel + at * PANEL;
             const char *ahead = num_groups == 1 ? (const char *)slice + NEAR : (const char *)(slice + num * PANEL);
             for (int64_t g = share->group_begin; g < share->group_end; g++) {
-                int64_t first = group_start(a, g), num_rows = group_start(a, g + 1) - first;
+                int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
                 int is_last = at + num == lanes;
                 if (is_last) gemm_prepare(a, first, num_rows, p);
                 size_t skip = (size_t)first * lanes + at * (size_t)num_rows;

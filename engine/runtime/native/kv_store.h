@@ -4,8 +4,6 @@
  * engine/runtime/kv_layout.py does the same in torch, to the bit. A row with a NaN or an infinity gets a scale that
  * makes every product NaN, so that a sequence with broken arithmetic is still detected. */
 
-typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
-
 /* The largest magnitude of a row; NaN if the row has one, or an infinity. */
 INLINE float row_peak(struct view row, int64_t dim) {
     vf largest = splat(0), sum = splat(0);
@@ -61,7 +59,7 @@ static float quantize_latent(struct view row, int64_t dim, int64_t num_more, flo
     return peak / 127.f;
 }
 
-static void store_int8(const void *args, int64_t token_begin, int64_t token_end) {
+void store_int8(const void *args, int64_t token_begin, int64_t token_end) {
     const struct store_args *a = args;
     const struct pool *p = &a->pool;
     int64_t dim = p->head_dim, bs = p->block_size, v_pair = bs > 1 ? 2 : 1;

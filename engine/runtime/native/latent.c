@@ -80,7 +80,7 @@ static void run_rotate(const void *context, int64_t begin, int64_t end) {
         .residual_stride = a->row_stride, .out_stride = (int64_t)width,
         .dtype = dtype, .weight_dtype = l->k.dtype, .stream_dtype = dtype, .eps = l->eps,
     };
-    active_kernels()->add_rms_norm(&norm, begin, end);
+    add_rms_norm_rows(&norm, begin, end);
     for (int64_t token = begin; token < end; token++) {
         const char *row = a->rows + (size_t)(token * a->row_stride) * size;
         const char *query = a->queries + (size_t)(token * a->query_stride + l->nope_dim) * size;
@@ -94,9 +94,9 @@ static void run_rotate(const void *context, int64_t begin, int64_t end) {
         .stride = heads * (int64_t)width, .num_heads = heads, .head_dim = (int64_t)width,
         .rope_dim = l->rope_dim, .dtype = dtype, .angle_dtype = DT_F32,
     };
-    active_kernels()->rope(&rope, begin, end);
+    rope_rows(&rope, begin, end);
     rope.qk = a->room->keys + rank * size, rope.stride = (int64_t)width, rope.num_heads = 1;
-    active_kernels()->rope(&rope, begin, end);
+    rope_rows(&rope, begin, end);
 }
 
 /* y [T, num_heads, n] = each head of x, `x_stride` values a token and `x_step` a head, times its matrix; `y_step` values

@@ -31,7 +31,7 @@ static int32_t run(const struct turn *t) {
     int32_t status = part_multiply(&own, 0, &l->left, t->x, low, d->dtype);
     if (status || (status = part_multiply(&own, 0, &l->right, low, sum, DT_F32))) return status;
     struct laurel_args add = {t->stream, t->x, sum, l->after, d->hidden, d->eps, d->dtype};
-    run_ranges(active_kernels()->add_laurel, &add, t->rows, d->hidden);
+    run_ranges(add_laurel_rows, &add, t->rows, d->hidden);
     own.part = &l->mixer, own.adapters = t->adapters;
     return l->mixer.kind->run(&own);
 }

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, Structure, addressof, c_char, c_char_p, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
-from functools import cache, partial
+from functools import partial
 from struct import Struct
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from engine.core.errors import ComputeError, ConfigError, ModelLoadError
 from engine.runtime.native.arena import Arena
-from engine.runtime.native.build import find_library
+from engine.runtime.native.build import Isa, OnCompiled, find_library, machine_isas
 from engine.runtime.native.packed_file import PackedFile
 from engine.runtime.native.packer import Packer
 from engine.runtime.native.structs import check_layout, mirror, structure
@@ -29,18 +29,6 @@ _log = logging.getLogger(__name__)
 
 class GroupError(RuntimeError):
     """Another rank of the model did not take part in a call in time, or ended."""
-
-
-class Isa(IntEnum):
-    """Instruction sets the kernels are compiled for, in rising order; a machine may lack one that is not its best."""
-
-    PORTABLE = 0
-    AVX2 = 1
-    AVXVNNI = 2
-    AVX512 = 3
-    AVX512BF16 = 4
-    NEON_DOT = 5
-    NEON_BF16 = 6
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -185,15 +173,15 @@ SampleArgs = structure("sample_args", draws=c_char_p)
 class Library:
     """The loaded kernels; each method raises ComputeError if memory runs out."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, isa: Isa) -> None:
         """Raises OSError if the file cannot be loaded here, ConfigError for one of other structures."""
+        self.isa = isa
         self._functions = functions = ctypes.CDLL(path)
         self._kinds: dict[str, int] = {}
         check_layout(functions)
         self._set_threads = _declare(functions.quire_set_threads, None, c_int32)
         self._stay_aside = _declare(functions.quire_stay_aside, None, c_int32)
         self._pause = _declare(functions.quire_pause, None, POINTER(c_double), _PAUSE)
-        self._use_isa = _declare(functions.quire_use_isa, c_int32, c_int32)
         # Keeps freed memory in the process from now on, up to 256 MiB, for the next step.
         self.keep_memory = _declare(functions.quire_keep_memory, None)
         # The bytes of a packed matrix in a quantised format: format, rows, columns.
@@ -217,20 +205,11 @@ class Library:
         self.group_sum = _checked(functions.quire_group_sum, ranks, c_void_p, c_int64)
         self.group_gather = _checked(functions.quire_group_gather, ranks, c_void_p, c_void_p, c_int64, c_int64, c_int64)
         self.group_broadcast = _checked(functions.quire_group_broadcast, ranks, c_void_p, c_int64)
-        self.best_isa = Isa(functions.quire_best_isa())
         self.weights = Arena()
         self.packer = Packer()
         self.kept: PackedFile | None = None  # while a model is loaded that has one
-        self.isa = Isa.PORTABLE
-        self.use_isa(self.best_isa)
         self.num_threads = 1
         self.use_threads(torch.get_num_threads())
-
-    def use_isa(self, isa: Isa) -> None:
-        """Choose the kernels; raises ValueError for what this machine does not have."""
-        if self._use_isa(isa) != 0:
-            raise ValueError(f"This machine has no {isa.name}; its best is {self.best_isa.name}.")
-        self.isa = isa
 
     def use_threads(self, num_threads: int) -> None:
         """Set how many threads a call may use, the calling one included."""
@@ -293,45 +272,55 @@ def _check(status: int, *_: object) -> None:
         raise ComputeError("A native kernel found no memory for its scratch space; lower --max-num-batched-tokens.")
 
 
-_switch = {"is_on": True}
+_chosen = {"setting": "auto"}
+_loaded: dict[Isa, Library | None] = {}
 
 
 def native() -> Library | None:
     """Return the library, None if it is missing, switched off or unusable."""
-    return _load() if _switch["is_on"] else None
+    return _load(_isa_of(_chosen["setting"]))
 
 
-def choose_kernels(setting: str) -> None:
-    """Set the kernels that `native` returns, from --cpu-kernels.
+def choose_kernels(setting: str, on_compiled: OnCompiled = lambda *_: None) -> None:
+    """Set the kernels that `native` returns, from --cpu-kernels, compiled if need be.
 
     Raises ConfigError for an instruction set that this machine does not have.
     """
-    _switch["is_on"] = setting != "off"
-    library = native()
-    if setting in ("auto", "off"):
-        if library is not None:
-            library.use_isa(library.best_isa)
-        return
-    if library is None:
+    isa = _isa_of(setting)
+    if isa is not None and isa not in (machine_isas() or [isa]):
+        raise ConfigError(
+            f"--cpu-kernels is {setting!r}. This machine has no {isa.name}; its best is {machine_isas()[-1].name}."
+        )
+    if _load(isa, on_compiled) is None and setting not in ("auto", "off"):
         raise ConfigError(
             f"--cpu-kernels is {setting!r}, but there are no native kernels for this machine and no C compiler to make "
             "them; install one (cc, gcc or clang), or leave the setting out."
         )
-    try:
-        library.use_isa(Isa[setting.upper()])
-    except ValueError as error:
-        raise ConfigError(f"--cpu-kernels is {setting!r}. {error}") from None
+    _chosen["setting"] = setting
 
 
-@cache
-def _load() -> Library | None:
-    path = find_library()
+def _isa_of(setting: str) -> Isa | None:
+    if setting in ("auto", "off"):
+        return machine_isas()[-1] if setting == "auto" and machine_isas() else None
+    return Isa[setting.upper()]
+
+
+def _load(isa: Isa | None, on_compiled: OnCompiled = lambda *_: None) -> Library | None:
+    if isa is None:
+        return None
+    if isa not in _loaded:
+        _loaded[isa] = _open(isa, on_compiled)
+    return _loaded[isa]
+
+
+def _open(isa: Isa, on_compiled: OnCompiled) -> Library | None:
+    path = find_library(isa.name.lower(), on_compiled)
     if path is None:
         return None
     try:
-        library = Library(str(path))
+        library = Library(str(path), isa)
     except (OSError, AttributeError) as error:
         _log.debug("no native kernels from %s: %s", path, error)
         return None
-    _log.debug("native kernels for %s from %s", library.isa.name, path)
+    _log.debug("native kernels for %s from %s", isa.name, path)
     return library

@@ -18,8 +18,8 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
 }
 
 static void run_both(const void *p, int64_t begin, int64_t end) {
-    active_kernels()->mamba_gate(p, begin, end);
-    active_kernels()->mamba_norm(p, begin, end);
+    mamba_gate(p, begin, end);
+    mamba_norm(p, begin, end);
 }
 
 /* Add the squares of the one group over the ranks. */
@@ -39,9 +39,9 @@ static int32_t finish(const struct turn *t, const struct pass *p) {
         run_ranges(run_both, p, tokens, unit);
         return QUIRE_OK;
     }
-    run_ranges(active_kernels()->mamba_gate, p, tokens, unit);
+    run_ranges(mamba_gate, p, tokens, unit);
     int32_t status = sum_ranks(t, p);
-    if (!status) run_ranges(active_kernels()->mamba_norm, p, tokens, unit);
+    if (!status) run_ranges(mamba_norm, p, tokens, unit);
     return status;
 }
 
@@ -49,7 +49,7 @@ static int32_t run(const struct turn *t) {
     struct pass pass = pass_of(t->part);
     lay_out_pass(&pass, t->decoder->dtype, t->rows, t->room);
     int32_t status = part_multiply_into(t, PLACE_QKV, &t->part->first, t->x, pass.rows, pass.width, t->decoder->dtype);
-    return status ? status : run_passes(t, &pass, active_kernels()->mamba_prepare, active_kernels()->mamba_advance, finish);
+    return status ? status : run_passes(t, &pass, mamba_prepare, mamba_advance, finish);
 }
 
 EXPORT const struct kind kind_mamba = {measure, run};

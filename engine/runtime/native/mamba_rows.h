@@ -84,7 +84,7 @@ INLINE void norm_mamba(const struct pass *p, float *token, const char *row, int6
     }
 }
 
-static void mamba_prepare(const void *p, int64_t begin, int64_t end) { prepare_pass(p, begin, end, complete_mamba); }
-static void mamba_advance(const void *p, int64_t begin, int64_t end) { advance_pass(p, begin, end, change_by_mamba); }
-static void mamba_gate(const void *p, int64_t begin, int64_t end) { finish_pass(p, begin, end, gate_mamba); }
-static void mamba_norm(const void *p, int64_t begin, int64_t end) { finish_pass(p, begin, end, norm_mamba); }
+void mamba_prepare(const void *p, int64_t begin, int64_t end) { prepare_pass(p, begin, end, complete_mamba); }
+void mamba_advance(const void *p, int64_t begin, int64_t end) { advance_pass(p, begin, end, change_by_mamba); }
+void mamba_gate(const void *p, int64_t begin, int64_t end) { finish_pass(p, begin, end, gate_mamba); }
+void mamba_norm(const void *p, int64_t begin, int64_t end) { finish_pass(p, begin, end, norm_mamba); }

@@ -177,7 +177,7 @@ static int32_t multiply_gate(const struct mixture *m, const struct linear *gate,
 static int32_t route(const struct mixture *m, const void *x) {
     const struct moe *moe = m->moe;
     struct widen_args widen = {x, m->room.wide, moe->router.gate.k, moe->gate_up->dtype};
-    if (moe->router.gate.dtype != widen.dtype) run_ranges(active_kernels()->widen, &widen, m->rows, widen.width);
+    if (moe->router.gate.dtype != widen.dtype) run_ranges(widen_rows, &widen, m->rows, widen.width);
     int32_t status = multiply_gate(m, &moe->router.gate, x, m->room.logits);
     if (status) return status;
     if (moe->shared_gate.packed && (status = multiply_gate(m, &moe->shared_gate, x, m->room.shared))) return status;
@@ -218,7 +218,7 @@ static void run_pack_alone(const void *context, int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
             args.x = x + (size_t)(row * like->k) * size_of(like->dtype);
             args.rows = m->room.alone[f] + (size_t)row * bytes;
-            active_kernels()->gemm_pack_rows(&args, 0, 1);
+            gemm_pack_rows(&args, 0, 1);
         }
     }
 }
@@ -257,7 +257,7 @@ static void run_pack_inner(const void *context, int64_t begin, int64_t end) {
     const struct mixture *m = context;
     for (int64_t number = begin; number < end; number++) {
         const struct gemm_job *job = job_of(m->room.jobs, m->num_jobs, number);
-        active_kernels()->gemm_pack_rows(&job->args, number - job->first, number - job->first + 1);
+        gemm_pack_rows(&job->args, number - job->first, number - job->first + 1);
     }
 }
 
@@ -267,7 +267,7 @@ static void pack_groups(const struct mixture *m, range_work *run) {
     for (int64_t i = 0; i < m->num_jobs; i++) {
         struct gemm_job *job = m->room.jobs + i;
         job->first = num;
-        job->num_groups = active_kernels()->gemm_num_groups(&job->args);
+        job->num_groups = gemm_num_groups(&job->args);
         num += job->num_groups;
     }
     int64_t values = m->rows * m->ranks * m->room.jobs->args.w.k;
@@ -302,12 +302,12 @@ static void clamp_inner(const struct mixture *m) {
     const struct room *r = &m->room;
     int64_t num = r->starts[moe->router.num_experts];
     struct clamp_args args = {r->gate_up, r->inner, moe->down->k, moe->clamp_alpha, moe->clamp_limit, moe->down->dtype};
-    run_ranges(active_kernels()->clamp, &args, num, args.width);
+    run_ranges(clamp_rows, &args, num, args.width);
     if (!moe->has_shared) return;
     args.gate_up += 2 * num * args.width;
     args.inner = r->inner + (size_t)(num * args.width) * size_of(args.dtype);
     args.width = moe->down[moe->router.num_experts].k;
-    run_ranges(active_kernels()->clamp, &args, m->rows, args.width);
+    run_ranges(clamp_rows, &args, m->rows, args.width);
 }
 
 /* Products with the second matrices, of the same experts, to `results`. */
@@ -346,7 +346,7 @@ static int32_t forward_rows(const struct moe_args *a, int64_t first, int64_t row
     if (moe->clamp_limit != 0) clamp_inner(&m);
     multiply_down(&m);
     struct ranks_args add = {m.room.results, m.room.weights, m.room.places, a->y + first * made, ranks, made};
-    run_ranges(active_kernels()->add_ranks, &add, rows, ranks * made);
+    run_ranges(add_ranks, &add, rows, ranks * made);
     size_t places = (size_t)(rows * ranks);
     if (a->chosen) memcpy(a->chosen + first * ranks, m.room.chosen, places * sizeof(int32_t));
     if (a->weights) memcpy(a->weights + first * ranks, m.room.weights, places * sizeof(float));

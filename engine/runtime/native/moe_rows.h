@@ -21,7 +21,7 @@ INLINE void clamp_as(const struct clamp_args *a, int64_t begin, int64_t end, enu
     }
 }
 
-static void add_ranks(const void *args, int64_t begin, int64_t end) {
+void add_ranks(const void *args, int64_t begin, int64_t end) {
     const struct ranks_args *a = args;
     for (int64_t row = begin; row < end; row++) {
         const float *weights = a->weights + row * a->num_ranks;

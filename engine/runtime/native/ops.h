@@ -35,7 +35,7 @@ INLINE void add_rms_norm_as(const struct norm_args *a, int64_t begin, int64_t en
     for (int64_t row = begin; !a->packs && row < end; row++)
         add_norm_row(a, row, (struct view){a->out, (size_t)(row * a->out_stride), dtype});
     for (int64_t group = begin; a->packs && group < end; group++) {
-        int64_t first = group_start(a->packs, group), num = group_start(a->packs, group + 1) - first;
+        int64_t first = gemm_group_start(a->packs, group), num = gemm_group_start(a->packs, group + 1) - first;
         uint32_t rows[num * a->width / (dtype == DT_F32 ? 1 : 2)];
         for (int64_t r = 0; r < num; r++)
             add_norm_row(a, first + r, (struct view){rows, (size_t)(r * a->width), dtype});
@@ -114,7 +114,7 @@ INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum 
 
 /* One copy of each for every type, the type known to the compiler. */
 #define FOR_EACH_TYPE(name, of)                                      \
-    static void name(const void *args, int64_t begin, int64_t end) { \
+    void name##_rows(const void *args, int64_t begin, int64_t end) { \
         const struct of *a = args;                                   \
         if (a->dtype == DT_F32)                                      \
             name##_as(a, begin, end, DT_F32);                        \
@@ -131,7 +131,7 @@ FOR_EACH_TYPE(act, act_args)
 FOR_EACH_TYPE(rope, rope_args)
 FOR_EACH_TYPE(embed, embed_args)
 
-static void narrow_halves(const float *from, uint16_t *to, int64_t num) {
+void narrow_halves(const float *from, uint16_t *to, int64_t num) {
     struct view in = {(void *)from, 0, DT_F32}, out = {to, 0, DT_F16};
     for (int64_t i = 0; i < num; i += W) put(out, i, num, get(in, i, num));
 }

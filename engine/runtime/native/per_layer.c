@@ -19,7 +19,7 @@ static int32_t run(const struct turn *t) {
     if (status) return status;
     int64_t width = t->part->first.n;
     struct act_args act = {t->room, t->inputs + p->first, width, t->input_stride, dtype, p->activation};
-    run_ranges(active_kernels()->act, &act, t->rows, width);
+    run_ranges(act_rows, &act, t->rows, width);
     return part_multiply(&own, 0, &t->part->last, t->room, t->out, DT_F32);
 }
 

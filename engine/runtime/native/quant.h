@@ -5,11 +5,9 @@
  * `zero` and `min` take away is the sum of x's bytes times a constant, known once x is packed. The integers are exact,
  * and float32 sums run over k in order, in one register, each product and its sum rounded together: a row of y is the same bits
  * however many rows there are, whichever thread takes them, on whichever machine that can multiply and add at once. Only
- * isa_portable.c on x86 rounds between the two. */
+ * the portable kernels on x86 round between the two. */
 #include "quant_dot.h"
 #include "quant_format.h"
-
-typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 enum {
     QVECTORS = 2, /* vectors of a panel that registers hold sums of at once */

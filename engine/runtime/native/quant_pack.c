@@ -116,7 +116,7 @@ CONSTANT void pack_rows_as(const struct quant_source *s, const uint8_t *rows, in
     const struct quant_format f = quant_format_of(format);
     const int64_t num_blocks = quant_num_blocks(s->k);
     const size_t block_bytes = quant_block_bytes(f), panel_bytes = quant_panel_bytes(f, s->k);
-    void (*narrow)(const float *, uint16_t *, int64_t) = active_kernels()->narrow_f16;
+    void (*narrow)(const float *, uint16_t *, int64_t) = narrow_halves;
     for (int64_t strip = 0; strip < num_blocks; strip += STRIP) {
         int64_t after = strip + STRIP < num_blocks ? strip + STRIP : num_blocks;
         for (int64_t i = begin; i < end; i++) {

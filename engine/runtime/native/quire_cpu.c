@@ -1,14 +1,9 @@
-/* The library's entry points: choose an instruction set, cut a call's work into shares, let the team take them. */
+/* The library's entry points: cut a call's work into shares, let the team take them. */
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #ifdef __GLIBC__
 #include <malloc.h>
-#endif
-#if defined(__x86_64__)
-#include <cpuid.h>
-#elif defined(__linux__)
-#include <sys/auxv.h>
 #endif
 
 #include "quant_format.h"
@@ -16,62 +11,6 @@
 #include "stored_rows.h"
 
 enum { KEPT_BYTES = 256 << 20 };
-
-static const struct kernels *active = &kernels_portable;
-
-const struct kernels *active_kernels(void) { return active; }
-
-enum level { PORTABLE, AVX2, AVXVNNI, AVX512, AVX512BF16, NEON_DOT, NEON_BF16 }; /* class Isa in library.py */
-
-#if defined(__x86_64__)
-/* Bits of cpuid, for which not every compiler has names. */
-static int has_f16c(void) {
-    unsigned a, b, c = 0, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
-}
-
-static int has_avxvnni(void) {
-    unsigned a = 0, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-}
-#endif
-
-/* The kernels of a level if the machine and its system can run them, else NULL. */
-static const struct kernels *find(int32_t level) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    int dots = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    if (level == AVX512BF16) return avx512 && dots ? &kernels_avx512bf16 : NULL;
-    if (level == AVX512) return avx512 ? &kernels_avx512 : NULL;
-    if (level == AVXVNNI) return avx2 && has_avxvnni() ? &kernels_avxvnni : NULL;
-    if (level == AVX2) return avx2 ? &kernels_avx2 : NULL;
-#elif defined(__aarch64__) && defined(__linux__)
-    enum { HAS_DOT = 1 << 20, HAS_I8MM = 1 << 13, HAS_BF16 = 1 << 14 }; /* of the words 1 and 2 */
-    int dot = (getauxval(AT_HWCAP) & HAS_DOT) != 0;
-    int bf16 = dot && (~getauxval(AT_HWCAP2) & (HAS_I8MM | HAS_BF16)) == 0;
-    if (level == NEON_BF16) return bf16 ? &kernels_neon_bf16 : NULL;
-    if (level == NEON_DOT) return dot ? &kernels_neon_dot : NULL;
-#endif
-    return level == PORTABLE ? &kernels_portable : NULL;
-}
-
-/* Use the kernels of a level. */
-EXPORT int32_t quire_use_isa(int32_t level) {
-    const struct kernels *kernels = find(level);
-    if (!kernels) return QUIRE_NO_SUCH_ISA;
-    active = kernels;
-    return QUIRE_OK;
-}
-
-/* The best level that this machine has. */
-EXPORT int32_t quire_best_isa(void) {
-    int32_t level = NEON_BF16;
-    while (!find(level)) level--;
-    return level;
-}
 
 /* Keep freed memory in the process: a step's results are tens of megabytes, and allocating them again, cleared, would
  * cost every step a few percent. */
@@ -119,28 +58,28 @@ void run_ranges(range_work *run, const void *args, int64_t count, int64_t unit) 
 
 EXPORT int32_t quire_store(const struct store_args *a) {
     int64_t values = 2 * a->pool.num_kv_heads * a->pool.head_dim;
-    run_ranges(a->pool.is_int8 ? active->store_int8 : store_tokens, a, a->num_tokens, values);
+    run_ranges(a->pool.is_int8 ? store_int8 : store_tokens, a, a->num_tokens, values);
     return QUIRE_OK;
 }
 
 EXPORT int32_t quire_add_rms_norm(const struct norm_args *a) {
-    int64_t num = a->packs ? active->gemm_num_groups(a->packs) : a->rows;
-    if (num > 0) run_ranges(active->add_rms_norm, a, num, a->rows * a->width / num);
+    int64_t num = a->packs ? gemm_num_groups(a->packs) : a->rows;
+    if (num > 0) run_ranges(add_rms_norm_rows, a, num, a->rows * a->width / num);
     return QUIRE_OK;
 }
 
 EXPORT int32_t quire_rope(const struct rope_args *a) {
-    run_ranges(active->rope, a, a->tokens, (a->num_heads + a->num_kv_heads) * a->head_dim);
+    run_ranges(rope_rows, a, a->tokens, (a->num_heads + a->num_kv_heads) * a->head_dim);
     return QUIRE_OK;
 }
 
 EXPORT int32_t quire_embed(const struct embed_args *a) {
-    run_ranges(is_quantised(a->format) ? quant_unpack_rows : active->embed, a, a->rows, a->width);
+    run_ranges(is_quantised(a->format) ? quant_unpack_rows : embed_rows, a, a->rows, a->width);
     return QUIRE_OK;
 }
 
 EXPORT int32_t quire_sample(const struct sample_args *a) {
-    run_ranges(active->sample, a, a->rows, a->vocab_size);
+    run_ranges(sample_rows, a, a->rows, a->vocab_size);
     return QUIRE_OK;
 }
 
@@ -161,7 +100,7 @@ static void run_gemm(const void *context, int64_t begin, int64_t end) {
         int64_t group = block * job->groups_per_block;
         struct gemm_share share = {panel, panel + num_panels, group, group + job->groups_per_block};
         if (share.group_end > job->num_groups) share.group_end = job->num_groups;
-        active->gemm(&job->args, &share);
+        gemm(&job->args, &share);
         begin += num_panels;
     }
 }
@@ -172,7 +111,7 @@ enum { MAX_BLOCK_GROUPS = 16 };
 static int64_t cut(struct gemm_job *job, int64_t first, int64_t enough) {
     int64_t num_panels = num_panels_of(job);
     job->first = first;
-    job->num_groups = active->gemm_num_groups(&job->args);
+    job->num_groups = gemm_num_groups(&job->args);
     job->groups_per_block = MAX_BLOCK_GROUPS;
     while (job->groups_per_block > 1 && num_panels * ((job->num_groups - 1) / job->groups_per_block + 1) < enough)
         job->groups_per_block /= 2;
@@ -189,13 +128,13 @@ void multiply_all(struct gemm_job *jobs, int64_t num_jobs) {
 
 static void multiply(const struct gemm_args *a) {
     struct gemm_job job = {.args = *a};
-    int64_t num_groups = active->gemm_num_groups(a);
-    if (a->x) run_ranges(active->gemm_pack_rows, a, num_groups, a->m * a->w.k / num_groups);
+    int64_t num_groups = gemm_num_groups(a);
+    if (a->x) run_ranges(gemm_pack_rows, a, num_groups, a->m * a->w.k / num_groups);
     multiply_all(&job, 1);
 }
 
 /* Bytes that packed rows of x take. */
-size_t quire_rows_bytes(const struct gemm_args *a) { return active->gemm_rows_bytes(a); }
+size_t quire_rows_bytes(const struct gemm_args *a) { return gemm_rows_bytes(a); }
 
 /* The type of an addend's `low`: pairs that the machine cannot multiply as they are stay two float32. */
 EXPORT int32_t quire_low_dtype(const struct linear *up) {
@@ -232,11 +171,11 @@ static void run_heads(const void *context, int64_t begin, int64_t end) {
             atomic_store(&job->out_of_memory, 1);
             return;
         }
-        int64_t num_groups = active->gemm_num_groups(&one);
-        active->gemm_pack_rows(&one, 0, num_groups);
+        int64_t num_groups = gemm_num_groups(&one);
+        gemm_pack_rows(&one, 0, num_groups);
         for (int64_t group = 0; group < num_groups; group += MAX_BLOCK_GROUPS) {
             int64_t after = group + MAX_BLOCK_GROUPS < num_groups ? group + MAX_BLOCK_GROUPS : num_groups;
-            active->gemm(&one, &(struct gemm_share){0, (w->n + PANEL - 1) / PANEL, group, after});
+            gemm(&one, &(struct gemm_share){0, (w->n + PANEL - 1) / PANEL, group, after});
         }
         free(one.rows);
     }

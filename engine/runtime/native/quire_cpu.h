@@ -1,8 +1,8 @@
 /* The native CPU library: shared declarations.
  *
  * C11 with GCC/Clang vector extensions, no Python or torch headers: pointers, sizes and strides come in, results are
- * written in place. Every pointer is the caller's; nothing is kept after a call. The kernels are compiled once for
- * each instruction set (isa_*.c) and chosen at run time.
+ * written in place. Every pointer is the caller's; nothing is kept after a call. Each instruction set has a library, in
+ * which the kernels (kernels_*.c) are compiled for it; isa.c says which of them a machine can run.
  *
  * A *lane* is four bytes: one float32, or two neighbouring bfloat16 / float16. The pool of one layer is
  * [kv heads][blocks][block_size * head_dim]; inside a block
@@ -22,7 +22,7 @@ enum dtype { DT_F32 = 0, DT_BF16 = 1, DT_F16 = 2 };
 static inline size_t size_of(int32_t dtype) { return dtype == DT_F32 ? 4 : 2; }
 
 enum status {
-    QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_NO_SUCH_ISA = 3, QUIRE_CANNOT_READ = 4,
+    QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_CANNOT_READ = 4,
     QUIRE_NO_GROUP = 5, /* another rank did not take part in time, or the group was aborted */
 };
 
@@ -357,34 +357,27 @@ SHARED struct sample_args {
 /* Work on a range of rows, tokens or tiles, of what `args` describes. */
 typedef void range_work(const void *args, int64_t begin, int64_t end);
 
-/* The kernels of one instruction set. */
-struct kernels {
-    const char *name;
-    range_work *store_int8;
-    size_t (*attend_scratch)(const struct attend_args *); /* bytes a thread needs */
-    void (*attend)(const struct attend_args *, const struct attend_task *, void *scratch);
-    void (*attend_merge)(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
-    range_work *add_rms_norm, *clip, *gate, *act, *rope, *embed, *sample;
-    /* A product, its rows packed in groups. */
-    int64_t (*gemm_num_groups)(const struct gemm_args *);
-    size_t (*gemm_rows_bytes)(const struct gemm_args *);
-    range_work *gemm_pack_rows;
-    void (*gemm)(const struct gemm_args *, const struct gemm_share *);
-    range_work *widen, *clamp, *add_ranks;
-    void (*narrow_f16)(const float *from, uint16_t *to, int64_t num); /* to the nearest float16 */
-    void (*round_fp8)(const struct fp8_row *, float *scratch, uint8_t *to); /* to Q8_0 */
-    range_work *delta_prepare, *delta_advance, *delta_finish;
-    range_work *mamba_prepare, *mamba_advance, *mamba_gate, *mamba_norm;
-    range_work *first_gate, *convolve_gated;
-    range_work *altup_predict, *altup_correct, *altup_share, *lengthen, *add_laurel, *sparse_act;
-};
+/* The kernels: what is compiled for an instruction set (kernels_*.c). */
+range_work store_int8;
+size_t attend_scratch(const struct attend_args *); /* bytes a thread needs */
+void attend(const struct attend_args *, const struct attend_task *, void *scratch);
+void attend_merge(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
+/* A product, its rows packed in groups. */
+int64_t gemm_num_groups(const struct gemm_args *);
+size_t gemm_rows_bytes(const struct gemm_args *);
+void gemm_pack_group(const struct gemm_args *, int64_t group, const void *x_rows, int64_t stride);
+range_work gemm_pack_rows;
+void gemm(const struct gemm_args *, const struct gemm_share *);
+range_work add_rms_norm_rows, clip_rows, gate_rows, act_rows, rope_rows, embed_rows, sample_rows;
+range_work widen_rows, clamp_rows, add_ranks;
+void narrow_halves(const float *from, uint16_t *to, int64_t num); /* to the nearest float16 */
+void round_fp8(const struct fp8_row *, float *scratch, uint8_t *to); /* to Q8_0 */
+range_work delta_prepare, delta_advance, delta_finish;
+range_work mamba_prepare, mamba_advance, mamba_gate, mamba_norm;
+range_work first_gate_rows, convolve_gated_rows;
+range_work altup_predict, altup_correct_rows, altup_share, lengthen, add_laurel_rows, sparse_act_rows;
 
-extern const struct kernels kernels_portable;
-#if defined(__x86_64__)
-extern const struct kernels kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_avx512bf16;
-#elif defined(__aarch64__)
-extern const struct kernels kernels_neon_dot, kernels_neon_bf16;
-#endif
+static inline int64_t gemm_group_start(const struct gemm_args *a, int64_t group) { return group * a->m / gemm_num_groups(a); }
 
 /* Leave the core's other thread, or its host, a moment. */
 static inline void relax(void) {
@@ -410,9 +403,6 @@ enum {
     WORTH_SHARING = 32 * 1024, /* values touched, below which waking a second thread costs more than it saves */
     BETWEEN_PAUSES = 256 * 1024, /* values touched by a piece of work that may pause; some tenths of a millisecond */
 };
-
-/* quire_cpu.c: the kernels in use. */
-const struct kernels *active_kernels(void);
 
 /* Run [0, count) on the team if that is worth sharing, at `unit` values each; else here. */
 void run_ranges(range_work *run, const void *args, int64_t count, int64_t unit);

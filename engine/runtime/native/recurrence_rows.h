@@ -35,7 +35,7 @@ INLINE void prepare_tokens(const struct pass *p, int64_t begin, int64_t end, enu
         float *tokens = p->tokens + (at - p->begin) * p->stride;
         num = (after < p->begin + end ? after : p->begin + end) - at;
         if (num > MAX_RUN) num = MAX_RUN;
-        convolve(&p->convolution, slice, first, num, tokens, p->stride, 1, dtype);
+        convolve(&p->convolution, slice, first, num, tokens, p->stride, 1);
         for (int64_t i = 0; i < num; i++)
             complete(p, tokens + i * p->stride, row_at(&p->convolution, slice, first + i), dtype);
     }

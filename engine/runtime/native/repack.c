@@ -68,7 +68,7 @@ int32_t repack_rows(const struct stored_rows *from, const uint8_t *stored, int64
     for (int64_t row = begin; row < end; row++, stored += c->row_bytes, to += from->row_bytes) {
         if (c->layout == CODES_FP8) {
             const float *scales = (const float *)c->scales + row / c->scale_rows * c->num_groups;
-            active_kernels()->round_fp8(&(struct fp8_row){stored, scales, c->k, c->group_blocks}, scratch, to);
+            round_fp8(&(struct fp8_row){stored, scales, c->k, c->group_blocks}, scratch, to);
         } else if (c->layout == CODES_BYTES) {
             make_bytes(c, stored, row, to);
         } else {

@@ -153,7 +153,7 @@ static int64_t drawn(const struct draw *draw, float *x, int64_t n, int64_t peak)
     return best_with_noise(x, n, peak, limit, key);
 }
 
-static void sample(const void *args, int64_t begin, int64_t end) {
+void sample_rows(const void *args, int64_t begin, int64_t end) {
     const struct sample_args *a = args;
     for (int64_t row = begin; row < end; row++) {
         const struct draw *draw = &a->draws[row];

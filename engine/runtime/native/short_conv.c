@@ -35,8 +35,8 @@ static int32_t run(const struct turn *t) {
             .kernel = s->kernel, .segment = s->segment, .dtype = dtype,
         },
     };
-    run_ranges(active_kernels()->first_gate, &rows, t->rows, channels);
-    run_ranges(active_kernels()->convolve_gated, &rows, t->rows, s->kernel * channels);
+    run_ranges(first_gate_rows, &rows, t->rows, channels);
+    run_ranges(convolve_gated_rows, &rows, t->rows, s->kernel * channels);
     keep_inputs(&rows.convolution);
     return QUIRE_OK;
 }

@@ -20,7 +20,7 @@ INLINE void convolve_run(const struct gated_rows *r, int64_t slice, int64_t firs
     int64_t width = c->segment;
     for (int64_t at = 0; at < c->channels; at += width) {
         float sums[MAX_RUN * MAX_SEGMENT];
-        convolve_segment(c, slice, first, num, at / width, sums, MAX_SEGMENT, 0, dtype);
+        convolve_segment(c, slice, first, num, at / width, sums, MAX_SEGMENT, 0);
         for (int64_t token = 0; token < num; token++) {
             struct view sum = {sums, (size_t)(token * MAX_SEGMENT), DT_F32};
             struct view gate = {(void *)r->projected, (size_t)((3 * (row + token) + 1) * c->channels + at), dtype};

@@ -24,7 +24,7 @@ static int32_t run(const struct turn *t) {
     if (status) return status;
     int64_t width = t->part->last.k;
     struct sparse_args act = {t->room, inner, width, s->deviations, dtype, s->activation};
-    run_ranges(active_kernels()->sparse_act, &act, t->rows, width);
+    run_ranges(sparse_act_rows, &act, t->rows, width);
     return part_multiply(t, PLACE_DOWN, &t->part->last, inner, t->out, DT_F32);
 }
 

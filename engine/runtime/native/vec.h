@@ -1,5 +1,6 @@
 /* Vectors of the instruction set being compiled, in GCC/Clang vector extensions: W float32 lanes, NV vectors a tile.
- * isa_*.c defines VECTOR_BYTES (and BF16_DOT where the machine multiplies pairs of bfloat16) before including this. */
+ * The instruction set is what the compiler's options (build.py) let it use; without any, the compiler maps vectors of four to
+ * SSE2, NEON or plain scalars. */
 #ifndef QUIRE_VEC_H
 #define QUIRE_VEC_H
 
@@ -7,6 +8,33 @@
 #include <string.h>
 
 #include "quire_cpu.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#define X86_INTRINSICS
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define ARM_INTRINSICS
+#define ARM_DOT
+#endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define ARM_MATRIX
+#endif
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define BF16_DOT /* products of pairs of bfloat16 */
+#endif
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define VNNI_DOT /* products of bytes */
+#endif
+#ifndef VECTOR_BYTES
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
@@ -17,6 +45,7 @@ typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 /* How lanes are multiplied. The last needs BF16_DOT: both factors are pairs of bfloat16. */
 enum kind { KIND_F32, KIND_BF16, KIND_F16, KIND_BF16_DOT };
@@ -194,6 +223,21 @@ INLINE vf exp2_f(vf x, int is_exact) {
 
 INLINE vf tanh_f(vf x) {
     return 1.f - 2.f / (exp_f(x + x) + 1.f);
+}
+
+/* max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2), which is x / 2 * (1 + erf(x / sqrt 2)); erfc is Abramowitz and Stegun's 7.1.26,
+ * exact to 1.5e-7. */
+INLINE vf gelu(vf x) {
+    vf most = max_f(x, -x), z = most * 0.707106781f, t = 1.f / (1.f + 0.3275911f * z);
+    vf sum = 1.421413741f + t * (-1.453152027f + t * 1.061405429f);
+    sum = t * (0.254829592f + t * (-0.284496736f + t * sum));
+    return max_f(x, splat(0)) - 0.5f * most * sum * exp_f(-z * z);
+}
+
+INLINE vf activate(vf x, enum activation activation) {
+    if (activation == ACT_SILU) return x / (1.f + exp_f(-x));
+    if (activation == ACT_GELU_TANH) return 0.5f * x * (1.f + tanh_f(0.797884561f * (x + 0.044715f * x * x * x)));
+    return gelu(x);
 }
 
 /* acc + lane . row[l], one product of lanes; `row` holds float32, or for KIND_BF16_DOT pairs of bfloat16. */

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.runtime.native.library import Isa, native
+from engine.runtime.native.build import Isa
+from engine.runtime.native.library import native
 from engine.runtime.native.ops import NativeLinear, format_for, is_served_quantised
 from engine.runtime.schemes.linear import (
     Circumstances,

@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from engine.runtime.cuda.available import has_fp8, has_triton
-from engine.runtime.native.library import Isa, native
+from engine.runtime.native.build import Isa
+from engine.runtime.native.library import native
 from engine.runtime.native.ops import format_for, is_served_quantised
 from engine.runtime.native.rows import RepackedRows
 from engine.runtime.schemes.linear import (
