@@ -220,7 +220,8 @@ class Daemon(uvicorn.Server):
         for parts in self._models.loaded:
             while parts.engine.health().busy:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(IDLE_S)
-            await parts.model.prepare_grammars(warms_up=True)
+            if parts.engine.facts.generates:
+                await parts.model.prepare_grammars(warms_up=True)
         await asyncio.to_thread(routers)  # their imports
         self._add_rest()
 
