@@ -135,7 +135,7 @@ class EngineConfig:
         "auto",
         "",
         "native kernels on a CPU; auto takes its best instruction set, off uses torch alone",
-        choices=("auto", "off", "portable", "avx2", "avxvnni", "avx512", "avx512bf16", "neon_dot", "neon_bf16"),
+        choices=("auto", "off", "portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon_dot", "neon_bf16"),
     )
     weights_cache: str | None = _device(
         None,

@@ -12,7 +12,8 @@ from engine.runtime.native.library import Library, WeightFormat
 from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, format_for, rows_of
 from engine.runtime.native.rows import RepackedRows, StoredRows
 
-ISAS = machine_isas() or (Isa.PORTABLE,)
+# And AMX, of which there is a model (tile_model.py).
+ISAS = (*(isa for isa in machine_isas() or (Isa.PORTABLE,) if isa is not Isa.AMX), Isa.AMX)
 
 
 def packed(library: Library, weight: Tensor, bias: Tensor | None = None, activation: int = 0) -> NativeLinear:

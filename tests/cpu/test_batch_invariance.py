@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_attention import empty_pools, make_batch, make_tables
+from transformers import LlamaConfig
 
 from engine.core.budget import Costs, Load, StepTime
 from engine.core.scheduling.scheduler import Scheduler
@@ -19,32 +20,59 @@ from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
-from engine.runtime.native.library import native
+from engine.runtime.native import library as native_library
+from engine.runtime.native.build import Isa
+from engine.runtime.native.library import Library, native
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.text.tokenizer_files import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 from tests.cpu.native_linears import packed
+from tests.cpu.tile_model import tile_model
 
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 LENGTH = 700  # positions: nearly three spans
 CURIOUS = (0, 1, 15, 16, 127, 128, 129, 255, 256, 257, 500, 511, 512, 699)
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
+@pytest.fixture(scope="module", params=["best", "tiles"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Library]:
+    """The library as it is chosen here, and that with a model of tiles."""
     library = native()
     if library is None:
         pytest.skip("no native library and no C compiler")
-    num_threads = library.num_threads
-    library.use_threads(1)
-    yield
-    library.use_threads(num_threads)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "tiles":
+            library = tile_model()
+            patch.setitem(native_library._loaded, Isa.AMX, library)
+            patch.setitem(native_library._chosen, "setting", "amx")
+        yield library
+
+
+@pytest.fixture(autouse=True)
+def library(kernels: Library) -> Iterator[Library]:
+    """The same on one thread where a test does not ask for more."""
+    num_threads = kernels.num_threads
+    kernels.use_threads(1)
+    yield kernels
+    kernels.use_threads(num_threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
-def test_attention_of_a_position_is_one_result(is_int8: bool, window: int | None, dtype: torch.dtype) -> None:
+def test_attention_of_a_position_is_one_result(
+    library: Library, is_int8: bool, window: int | None, dtype: torch.dtype
+) -> None:
     """As a row of a whole prompt, of a chunk, as a decode step alone or in a crowd, on one thread or several."""
     torch.manual_seed(3)
     spec = AttentionSpec(6, 2, 64, 0.125, window=window, softcap=3.0, sinks=torch.linspace(-1, 1, 6))
@@ -68,8 +96,6 @@ def test_attention_of_a_position_is_one_result(is_int8: bool, window: int | None
         backend.prepare(make_batch(steps, tables, 16))
         return backend.attend(spec, *batched, *pools)[at]
 
-    library = native()
-    assert library is not None
     library.use_threads(2)
     whole = attend(0, LENGTH)
     for num_threads in (1, 3):
@@ -82,10 +108,8 @@ def test_attention_of_a_position_is_one_result(is_int8: bool, window: int | None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(960, 576), (72, 1536)])
-def test_a_linears_row_is_one_result(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    library = native()
-    assert library is not None
+@pytest.mark.parametrize("shape", [(960, 576), (72, 1528)])
+def test_a_linears_row_is_one_result(library: Library, shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     x = torch.randn(67, shape[1]).to(dtype)
     linear = packed(library, torch.randn(shape).to(dtype))
@@ -101,9 +125,14 @@ def know(times: StepTime, load: Load, seconds: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> CausalLM:
-    path = str(find_model(None).path)
-    return load_model(EngineConfig(model=path), torch.device("cpu"), torch.bfloat16, lambda progress: None)
+def model(kernels: Library, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    """The default model, or a small one for the model of tiles, which is slow."""
+    config = EngineConfig(model=str(find_model(None).path))
+    if kernels.isa is Isa.AMX:
+        folder = tmp_path_factory.mktemp("small")
+        LlamaConfig(**SMALL).save_pretrained(folder)
+        config = EngineConfig(model=str(folder), load_format="dummy")
+    return load_model(config, torch.device("cpu"), torch.bfloat16, lambda progress: None)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=["", "int8"])

@@ -21,6 +21,7 @@ from tests.cpu.native_linears import int8, packed, quantised
 from tests.cpu.recorded import DRIVER, Recording
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.cpu.test_quant import KINDS, random_rows
+from tests.cpu.tile_model import QUICK
 
 ARM = ("aarch64-linux-gnu-gcc", "qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")  # where Debian has its C library
 X86 = ("cc", "qemu-x86_64")
@@ -39,8 +40,6 @@ PROCESSORS = [
 # Of each kind of part: attention with windows and sinks, mixtures, latents, the three recurrences.
 ATTENDING = ("gemma3n", "gpt-oss", "deepseek_v3")
 MODELS = (*ATTENDING, "qwen3_5", "granitemoehybrid-mamba", "lfm2")
-# Half the time of -O2; the pass that joins products and sums is one of the expensive ones.
-QUICK = (*build._FLAGS, "-O1", "-fexpensive-optimizations")
 FLOATS = {torch.float32: 2e-4, torch.bfloat16: 0.06}
 
 Machine = list[tuple[list[str], str]]  # the driver with a library, and the instruction set of each

@@ -6,9 +6,11 @@
  * in the first cache. Everything behind the scores is to the base 2: a weight is 2^(score * bits - peak). */
 
 #include "attend_strips.h"
+#include "tiles.h"
+#include "attend_tiles.h"
 
-/* Strips of rows that go through a chunk together; their peaks fit one vector. */
-enum { BLOCK_STRIPS = 2, BLOCK_ROWS = BLOCK_STRIPS * STRIP_ROWS };
+/* Rows that go through a chunk together, in strips; their peaks fit one vector. On tiles they are one strip. */
+enum { BLOCK_STRIPS = 2, BLOCK_ROWS = HAS_TILES ? TILE_ROWS : BLOCK_STRIPS * STRIP_ROWS };
 
 /* The result of a span, row by row. */
 struct state {
@@ -24,6 +26,7 @@ struct scratch {
     size_t num_rows, strip_rows; /* of the task; of each strip but the last */
     int64_t position;            /* of the task's first query; shared keys are all before it */
     const int32_t *ends;         /* of the task's queries; NULL: behind their own keys */
+    struct tile_shapes shapes;
 };
 
 INLINE int64_t group_of(const struct attend_args *a) { return a->num_heads / a->pool.num_kv_heads; }
@@ -54,6 +57,7 @@ static struct scratch carve(const struct attend_args *a, float *at) {
     s.span.peak = at, at += rows;
     s.joined.peak = at, at += rows;
     s.fade = at;
+    s.shapes = (struct tile_shapes){0};
     return s;
 }
 
@@ -67,8 +71,8 @@ INLINE int64_t token_of(const struct attend_args *a, const struct attend_task *t
 }
 
 /* Rows are taken in strips of about equal size, because few rows use few registers. */
-INLINE void cut_rows(struct scratch *s, size_t num_rows) {
-    size_t strips = (num_rows + STRIP_ROWS - 1) / STRIP_ROWS;
+INLINE void cut_rows(struct scratch *s, size_t num_rows, enum kind kind) {
+    size_t most = kind == KIND_TILES ? TILE_ROWS : STRIP_ROWS, strips = (num_rows + most - 1) / most;
     s->num_rows = num_rows, s->strip_rows = (num_rows + strips - 1) / strips;
 }
 
@@ -82,23 +86,29 @@ INLINE void spread_query(const struct pool *p, struct view q, void *to, enum dty
     for (int64_t d = 0; d < num_more; d += W) put(more, d, num_more, 256.f * get(q, d, num_more));
 }
 
-/* Load the task's query rows: row = query * group + head of the group. */
+/* The query of a row = query * group + head of the group. */
+INLINE struct view query_of(const struct attend_args *a, const struct attend_task *task, int64_t row) {
+    int64_t group = group_of(a), head = task->head * group + row % group, token = token_of(a, task, row / group);
+    return (struct view){(void *)a->q, (size_t)(token * a->q_stride + head * query_dim_of(&a->pool)), (enum dtype)a->pool.dtype};
+}
+
+/* Load the task's query rows. */
 INLINE void load_rows(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
-    int64_t dim = a->pool.head_dim, query_dim = query_dim_of(&a->pool), group = group_of(a), query = 0, head = 0;
+    int64_t dim = a->pool.head_dim, query_dim = query_dim_of(&a->pool);
     size_t lanes = (size_t)dim / pair_of(kind), width = width_of(kind);
     const float *from[STRIP_ROWS];
-    for (size_t begin = 0, num; begin < s->num_rows; begin += num) {
+    for (size_t r = 0; kind == KIND_TILES && r < s->num_rows; r++)
+        spread_query(&a->pool, query_of(a, task, (int64_t)r), (uint16_t *)s->rows + r * (size_t)dim, DT_BF16);
+    for (size_t begin = 0, num; kind != KIND_TILES && begin < s->num_rows; begin += num) {
         num = s->num_rows - begin < s->strip_rows ? s->num_rows - begin : s->strip_rows;
         for (size_t r = 0; r < num; r++) {
-            struct view q = {(void *)a->q, 0, (enum dtype)a->pool.dtype};
-            q.at = (size_t)(token_of(a, task, query) * a->q_stride + (task->head * group + head) * query_dim);
+            struct view q = query_of(a, task, (int64_t)(begin + r));
             from[r] = (const float *)((const uint16_t *)a->q + q.at);
             if (kind != KIND_BF16_DOT || query_dim < dim) {
                 float *wide = s->span.sums + r * (size_t)dim;
                 spread_query(&a->pool, q, wide, kind == KIND_BF16_DOT ? DT_BF16 : DT_F32);
                 from[r] = wide;
             }
-            if (++head == group) head = 0, query++;
         }
         for (size_t r = num; r < STRIP_ROWS; r++) from[r] = from[0];
         float *to = s->rows + begin * lanes * width; /* all possible rows of a strip: a loop of constant length is faster */
@@ -218,13 +228,14 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
                         int64_t stop, enum kind kind) {
     size_t dim = (size_t)a->pool.head_dim, row_floats = dim / pair_of(kind) * width_of(kind);
     size_t value_dim = (size_t)value_dim_of(&a->pool);
-    size_t block = BLOCK_STRIPS * s->strip_rows, next;
+    size_t block = kind == KIND_TILES ? s->strip_rows : BLOCK_STRIPS * s->strip_rows, next;
     int64_t num_queries = task->num_queries;
+    const enum kind read_as = kind == KIND_TILES ? KIND_BF16_DOT : kind;
     for (int64_t key = begin; key < stop; key += CHUNK) {
         int64_t end = key + CHUNK < stop ? key + CHUNK : stop;
         int64_t next_end = end + CHUNK < task->key_end ? end + CHUNK : task->key_end;
         prefetch_int8(a, task, a->pool.v, key, end);
-        struct chunk c = locate(a, task, key, end, &s->copies, kind);
+        struct chunk c = locate(a, task, key, end, &s->copies, read_as);
         look_ahead(a, task, end, next_end, &c);
         size_t num_tiles = c.num_tiles;
         for (size_t first = 0; first < s->num_rows; first += block) {
@@ -233,14 +244,19 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
             if (c.num_tiles == 0) continue;
             for (size_t r = first; r < last; r = next) {
                 next = r + s->strip_rows < last ? r + s->strip_rows : last;
-                score_strip(kind, next - r, s->rows + r * row_floats, &c, dim, s->scores + (r - first) * CHUNK);
+                const float *rows = s->rows + r * row_floats;
+                float *scores = s->scores + (r - first) * CHUNK;
+                if (kind == KIND_TILES) score_strip_tiles(next - r, rows, &c, dim, scores, &s->shapes);
+                else score_strip(kind, next - r, rows, &c, dim, scores);
             }
             if (first == 0) prefetch_int8(a, task, a->pool.k, end, next_end);
-            soften(a, s, &c, first, last - first, key, end, kind);
+            soften(a, s, &c, first, last - first, key, end, read_as);
             for (size_t r = first; r < last; r = next) {
                 next = r + s->strip_rows < last ? r + s->strip_rows : last;
-                weigh_strip(kind, next - r, s->scores + (r - first) * CHUNK, s->fade + r,
-                            s->span.sums + r * value_dim, &c, value_dim);
+                const float *weights = s->scores + (r - first) * CHUNK;
+                float *sums = s->span.sums + r * value_dim;
+                if (kind == KIND_TILES) weigh_strip_tiles(next - r, weights, s->fade + r, sums, &c, value_dim, &s->shapes);
+                else weigh_strip(kind, next - r, weights, s->fade + r, sums, &c, value_dim);
             }
         }
     }
@@ -313,7 +329,7 @@ static void end_span(struct scratch *s, size_t rows, size_t dim, int is_first) {
 INLINE void attend_as(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
     size_t dim = (size_t)value_dim_of(&a->pool), rows = rows_of(a, task);
     int is_first = 1;
-    cut_rows(s, rows);
+    cut_rows(s, rows, kind);
     s->position = INT32_MAX;
     if (!task->sharers)
         s->position = a->context_lens[task->slice] - a->query_starts[task->slice + 1] + a->query_starts[task->slice] +
@@ -352,8 +368,11 @@ void attend(const struct attend_args *a, const struct attend_task *task, void *m
         attend_as(a, task, &s, KIND_F32);
     else if (kind == KIND_F16)
         attend_as(a, task, &s, KIND_F16);
+    else if (has_tiled_heads(a))
+        attend_as(a, task, &s, HAS_TILES ? KIND_TILES : kind_of(DT_BF16));
     else
         attend_as(a, task, &s, kind_of(DT_BF16));
+    if (has_tiled_heads(a)) tile_release();
 }
 
 /* Join the records of all parts, which cover the keys of one set of rows from first to last. */

@@ -9,7 +9,7 @@ enum {
 };
 
 /* Floats of a lane of queries. */
-INLINE size_t width_of(enum kind kind) { return kind == KIND_F32 || kind == KIND_BF16_DOT ? 1 : 2; }
+INLINE size_t width_of(enum kind kind) { return kind == KIND_F32 || kind >= KIND_BF16_DOT ? 1 : 2; }
 
 /* scores[r][t * TILE + i] = row r . (tile t, column i): R rows times T tiles, kept in registers throughout. The tiles
  * `ahead`, if any, are fetched meanwhile, a line for a line. */

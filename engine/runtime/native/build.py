@@ -38,8 +38,9 @@ class Isa(IntEnum):
     AVXVNNI = 2
     AVX512 = 3
     AVX512BF16 = 4
-    NEON_DOT = 5
-    NEON_BF16 = 6
+    AMX = 5
+    NEON_DOT = 6
+    NEON_BF16 = 7
 
 
 CHOOSER = "isa"  # the name of a library beside those of instruction sets, which says what the machine has
@@ -47,12 +48,14 @@ _HERE = Path(__file__).parent
 _MACHINE = platform.machine()
 _AVX2 = "-mavx2 -mfma -mf16c -mprfchw"  # Haswell, Zen; where PREFETCHW is missing it does nothing
 _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"  # Skylake-SP
+_AVX512BF16 = f"{_AVX512} -mavx512bf16 -mavx512vnni"  # Cooper Lake, Zen 4
 _OPTIONS: Mapping[str, Mapping[str, str]] = {  # of machines, and of their instruction sets, for kernels_*.c
     "x86_64": {
         "avx2": _AVX2,
         "avxvnni": f"{_AVX2} -mavxvnni",  # Alder Lake
         "avx512": _AVX512,
-        "avx512bf16": f"{_AVX512} -mavx512bf16 -mavx512vnni",  # Cooper Lake, Zen 4
+        "avx512bf16": _AVX512BF16,
+        "amx": f"{_AVX512BF16} -mamx-tile -mamx-bf16 -mamx-int8",  # Sapphire Rapids
     },
     "aarch64": {  # where "portable" is NEON
         "neon_dot": "-march=armv8.2-a+dotprod",  # Cortex-A76, Neoverse N1
@@ -107,9 +110,15 @@ def machine_isas() -> tuple[Isa, ...]:
     return ()
 
 
+def best_isa() -> Isa | None:
+    """Return what `--cpu-kernels auto` stands for. AMX has been proven by a model of its tiles alone: it is asked for."""
+    return max((isa for isa in machine_isas() if isa is not Isa.AMX), default=None)
+
+
 def best_library() -> Path | None:
-    """Return the library of the machine's best instruction set, if it needs no compiling."""
-    return installed_library(machine_isas()[-1].name.lower()) if machine_isas() else None
+    """Return the library of that instruction set, if it needs no compiling."""
+    isa = best_isa()
+    return None if isa is None else installed_library(isa.name.lower())
 
 
 def find_compiler() -> str | None:

@@ -7,28 +7,48 @@
 
 enum {
     GROUP = W == 16 ? 12 : W == 8 ? 3 : 2, /* rows, times PANEL / W vectors, that registers hold as sums */
+    MOST_ROWS = HAS_TILES ? 2 * TILE_ROWS : GROUP, /* of a group */
     SLICE = 320,                           /* lanes at most: 40 KiB of a panel */
     BLOCK_GROUPS = 16,                     /* groups whose sums are kept on the stack */
     LINES_AHEAD = 8,                       /* cache lines to fetch during 4 lanes: as many as these are */
+    TILE_LANES = 16,                       /* of a tile of x or of a panel */
     NEAR = 4096,                           /* bytes ahead that a group alone fetches */
 };
 
 INLINE enum kind kind_of_weight(const struct gemm_args *a) {
+    if (HAS_TILES && a->w.format != WEIGHT_F32) return KIND_TILES;
     return kind_of(a->w.format == WEIGHT_F32 ? DT_F32 : DT_BF16);
 }
 
 /* Bytes of a lane of x: pairs that the machine cannot multiply directly become two float32. */
 INLINE size_t row_lane_bytes(enum kind kind) { return kind == KIND_BF16 ? 8 : 4; }
 
+/* The rows of a group at most. */
+INLINE int64_t most_rows(const struct gemm_args *a) {
+    if (is_quantised(a->w.format)) return is_tiled(a) ? TILE_ROWS : QROWS;
+    return kind_of_weight(a) == KIND_TILES ? 2 * TILE_ROWS : GROUP;
+}
+
 int64_t gemm_num_groups(const struct gemm_args *a) {
-    int64_t most = is_quantised(a->w.format) ? QROWS : GROUP;
+    int64_t most = most_rows(a);
     return (a->m + most - 1) / most;
 }
 
-size_t gemm_rows_bytes(const struct gemm_args *a) {
-    if (is_quantised(a->w.format)) return (size_t)a->m * quant_row_bytes(a->w.format, a->w.k);
+/* Bytes of a packed row. In tiles zeros follow the last lane. */
+INLINE size_t gemm_row_bytes(const struct gemm_args *a) {
+    if (is_quantised(a->w.format)) return quant_row_bytes(a->w.format, a->w.k);
     enum kind kind = kind_of_weight(a);
-    return (size_t)(a->m * a->w.k) / pair_of(kind) * row_lane_bytes(kind);
+    size_t lanes = (size_t)a->w.k / pair_of(kind);
+    if (kind == KIND_TILES) lanes = (lanes + TILE_LANES - 1) / TILE_LANES * TILE_LANES;
+    return lanes * row_lane_bytes(kind);
+}
+
+size_t gemm_rows_bytes(const struct gemm_args *a) { return (size_t)a->m * gemm_row_bytes(a); }
+
+/* Lay the lanes of packed rows side by side, those of one row `row_bytes` behind those of another: [lanes][num][lane bytes]. */
+INLINE void interleave(char *to, const char *const *from, int64_t num, size_t bytes, size_t lane) {
+    for (int64_t r = 0; r < num; r++)
+        for (size_t i = 0; i < bytes; i += lane) memcpy(to + i * (size_t)num + (size_t)r * lane, from[r] + i, lane);
 }
 
 /* Pack one group, its rows `stride` values apart from `x` on. */
@@ -37,12 +57,19 @@ void gemm_pack_group(const struct gemm_args *a, int64_t group, const void *x_row
     size_t lanes = (size_t)a->w.k / pair_of(kind);
     int64_t first = gemm_group_start(a, group), num = gemm_group_start(a, group + 1) - first;
     if (is_quantised(a->w.format)) {
-        quant_pack_rows(&a->w, x_rows, stride, quant_group_at(a->w.format, a->w.k, a->rows, first, num), num);
+        quant_pack_rows(a, x_rows, stride, quant_group_at(a->w.format, a->w.k, a->rows, first, num), num);
     } else {
-        uint32_t *to = (uint32_t *)((char *)a->rows + (size_t)first * lanes * row_lane_bytes(kind));
+        uint32_t *to = (uint32_t *)((char *)a->rows + (size_t)first * gemm_row_bytes(a));
         for (int64_t r = 0; r < num; r++) {
             const uint32_t *x = (const uint32_t *)x_rows + (size_t)(r * stride) / pair_of(kind);
-            if (kind != KIND_BF16)
+            if (kind == KIND_TILES)
+                for (size_t l = 0; l < lanes; l += TILE_LANES) {
+                    uint32_t *tile = to + l * (size_t)num + (size_t)r * TILE_LANES;
+                    size_t rest = lanes - l < TILE_LANES ? lanes - l : TILE_LANES;
+                    memcpy(tile, x + l, rest * 4);
+                    memset(tile + rest, 0, (TILE_LANES - rest) * 4);
+                }
+            else if (kind != KIND_BF16)
                 for (size_t l = 0; l < lanes; l++) to[l * (size_t)num + (size_t)r] = x[l];
             else
                 for (size_t l = 0; l < lanes; l++) {
@@ -51,6 +78,24 @@ void gemm_pack_group(const struct gemm_args *a, int64_t group, const void *x_row
                 }
         }
     }
+}
+
+/* Pack one group of rows that were packed before, each as a group of its own: `rows` are the numbers of the product's rows there. */
+void gemm_gather(const struct gemm_args *a, int64_t group, const char *alone, const int32_t *rows) {
+    size_t bytes = gemm_row_bytes(a), lane = is_quantised(a->w.format) ? 4 : row_lane_bytes(kind_of_weight(a));
+    int64_t first = gemm_group_start(a, group), num = gemm_group_start(a, group + 1) - first;
+    char *to = (char *)a->rows + (size_t)first * bytes;
+    const char *from[num];
+    for (int64_t r = 0; r < num; r++) from[r] = alone + (size_t)rows[first + r] * bytes;
+    if (is_tiled(a)) {
+        size_t codes = (size_t)quant_num_blocks(a->w.k) * QBLOCK;
+        interleave(to, from, num, codes, QBLOCK);
+        for (int64_t r = 0; r < num; r++) from[r] += codes;
+        to += (size_t)num * codes, bytes -= codes;
+    }
+    if (!is_quantised(a->w.format) && kind_of_weight(a) == KIND_TILES) interleave(to, from, num, bytes, TILE_LANES * 4);
+    else if (lane == 8) interleave(to, from, num, bytes, 8);
+    else interleave(to, from, num, bytes, 4);
 }
 
 void gemm_pack_rows(const void *args, int64_t begin, int64_t end) {
@@ -78,6 +123,44 @@ INLINE void panel_dot(enum kind kind, int R, const uint32_t *panel, const char *
     }
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < PANEL / W; v++) store_f(sums + r * PANEL + v * W, acc[r][v]);
+}
+
+/* The same for up to two tiles of rows, and lanes that fill whole tiles, or one in part. */
+INLINE void panel_dot_tiles(int64_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums, int is_first,
+                            const char *ahead, size_t lines, struct tile_shapes *shapes) {
+    const size_t low = num < TILE_ROWS ? (size_t)num : TILE_ROWS, high = (size_t)num - low, width = PANEL * 4;
+    const size_t part = lanes < TILE_LANES ? lanes : TILE_LANES;
+    struct tile_shapes wanted = {0};
+    for (int column = 0; column < 2; column++) {
+        tile_shape(&wanted, column, low, TILE_BYTES); /* sums */
+        tile_shape(&wanted, 2 + column, high, TILE_BYTES);
+        tile_shape(&wanted, 6 + column, part, TILE_BYTES); /* weights */
+    }
+    tile_shape(&wanted, 4, low, part * 4); /* x */
+    tile_shape(&wanted, 5, high, part * 4);
+    tile_reshape(shapes, &wanted);
+    float *last = sums + low * PANEL;
+    if (is_first) {
+        tile_zero(0), tile_zero(1);
+        if (high) tile_zero(2), tile_zero(3);
+    } else {
+        tile_load(0, sums, width), tile_load(1, sums + TILE_ROWS, width);
+        if (high) tile_load(2, last, width), tile_load(3, last + TILE_ROWS, width);
+    }
+    for (size_t l = 0; l < lanes; l += TILE_LANES, rows += num * TILE_BYTES, panel += TILE_LANES * PANEL) {
+        for (size_t i = 0; i < lines * TILE_LANES / 4; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        tile_load(4, rows, TILE_BYTES);
+        tile_load(6, panel, width);
+        tile_load(7, panel + PANEL / 2, width);
+        tile_dot_bf16(0, 4, 6);
+        tile_dot_bf16(1, 4, 7);
+        if (!high) continue;
+        tile_load(5, rows + TILE_ROWS * TILE_BYTES, TILE_BYTES);
+        tile_dot_bf16(2, 5, 6);
+        tile_dot_bf16(3, 5, 7);
+    }
+    tile_store(0, sums, width), tile_store(1, sums + TILE_ROWS, width);
+    if (high) tile_store(2, last, width), tile_store(3, last + TILE_ROWS, width);
 }
 
 #define EACH_GROUP_SIZE(do) do(1) do(2) do(3) do(4) do(5) do(6) do(7) do(8) do(9) do(10) do(11) do(12)
@@ -206,40 +289,73 @@ static void gemm_quantised(const struct gemm_args *a, const struct gemm_share *s
         }
 }
 
+/* The same on tiles: a part of a panel is unpacked once for all groups. */
+static void gemm_quantised_tiles(const struct gemm_args *a, const struct gemm_share *share) {
+    float sums[BLOCK_GROUPS * TILE_ROWS * PANEL];
+    struct unpacked part;
+    struct tile_shapes shapes = {0};
+    int64_t num_blocks = quant_num_blocks(a->w.k), block_start = gemm_group_start(a, share->group_begin);
+    for (int64_t p = share->panel_begin; p < share->panel_end; p++)
+        for (int64_t b = 0; b < num_blocks; b += SUPER) {
+            unpack(&a->w, p, b, &part);
+            for (int64_t g = share->group_begin; g < share->group_end; g++) {
+                int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
+                float *done = sums + (first - block_start) * PANEL;
+                if (b == 0) memset(done, 0, (size_t)num_rows * PANEL * sizeof(float));
+                struct quant_group x = quant_group_at(a->w.format, a->w.k, a->rows, first, num_rows);
+                quant_dot_tiles(&part, b, (size_t)num_rows, x, done, &shapes);
+                if (b + SUPER < num_blocks) continue;
+                gemm_prepare(a, first, num_rows, p);
+                scale_rows(&a->w, p * PANEL, num_rows, done);
+                if (a->addends) add_low_rank(a, first, num_rows, p, done);
+                gemm_finish(a, done, first, num_rows, p);
+            }
+        }
+    tile_release();
+}
+
 void gemm(const struct gemm_args *a, const struct gemm_share *share) {
     if (is_quantised(a->w.format)) {
-        gemm_quantised(a, share);
+        if (is_tiled(a)) gemm_quantised_tiles(a, share);
+        else gemm_quantised(a, share);
         return;
     }
     enum kind kind = kind_of_weight(a);
-    size_t lanes = (size_t)a->w.k / pair_of(kind);
+    size_t lanes = (size_t)a->w.k / pair_of(kind), step = kind == KIND_TILES ? TILE_LANES : 4;
+    size_t rest = kind == KIND_TILES && lanes > TILE_LANES ? lanes % TILE_LANES : 0; /* a slice of its own */
     int64_t num_groups = share->group_end - share->group_begin;
-    size_t slice_lanes = ((lanes - 1) / ((lanes - 1) / SLICE + 1) / 4 + 1) * 4; /* slices of about one size */
+    size_t slice_lanes = ((lanes - 1) / ((lanes - 1) / SLICE + 1) / step + 1) * step; /* slices of about one size */
     /* Groups that share a slice fetch the next one together. A group alone meets memory as it comes, and fetches just ahead
      * of where it is; for a single row what the machine fetches by itself is enough. */
     size_t lines = a->m == 1 ? 0 : (LINES_AHEAD - 1) / (size_t)num_groups + 1;
-    float sums[BLOCK_GROUPS * GROUP * PANEL];
+    float sums[BLOCK_GROUPS * MOST_ROWS * PANEL];
+    struct tile_shapes shapes = {0};
     int64_t block_start = gemm_group_start(a, share->group_begin);
     for (int64_t p = share->panel_begin; p < share->panel_end; p++) {
         const uint32_t *panel = (const uint32_t *)a->w.packed + (size_t)p * lanes * PANEL;
         for (size_t at = 0, num; at < lanes; at += num) {
-            num = lanes - at < slice_lanes ? lanes - at : slice_lanes;
+            size_t left = at < lanes - rest ? lanes - rest - at : rest;
+            num = left < slice_lanes ? left : slice_lanes;
             const uint32_t *slice = panel + at * PANEL;
             const char *ahead = num_groups == 1 ? (const char *)slice + NEAR : (const char *)(slice + num * PANEL);
             for (int64_t g = share->group_begin; g < share->group_end; g++) {
                 int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
                 int is_last = at + num == lanes;
                 if (is_last) gemm_prepare(a, first, num_rows, p);
-                size_t skip = (size_t)first * lanes + at * (size_t)num_rows;
-                panel_dot_group(kind, num_rows, slice, (const char *)a->rows + skip * row_lane_bytes(kind), num,
-                                sums + (first - block_start) * PANEL, at == 0, ahead,
-                                (g - share->group_begin) * (int64_t)lines < LINES_AHEAD ? lines : 0);
+                const char *rows = (const char *)a->rows + (size_t)first * gemm_row_bytes(a);
+                rows += at * (size_t)num_rows * row_lane_bytes(kind);
+                float *done = sums + (first - block_start) * PANEL;
+                size_t its_lines = (g - share->group_begin) * (int64_t)lines < LINES_AHEAD ? lines : 0;
+                if (kind == KIND_TILES)
+                    panel_dot_tiles(num_rows, slice, rows, num, done, at == 0, ahead, its_lines, &shapes);
+                else
+                    panel_dot_group(kind, num_rows, slice, rows, num, done, at == 0, ahead, its_lines);
                 ahead += num / 4 * lines * 64;
                 if (!is_last) continue;
-                float *done = sums + (first - block_start) * PANEL;
                 if (a->addends) add_low_rank(a, first, num_rows, p, done);
                 gemm_finish(a, done, first, num_rows, p);
             }
         }
     }
+    if (kind == KIND_TILES) tile_release();
 }

@@ -2,18 +2,22 @@
  * chosen. A set that the compiler does not know is not there. */
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__linux__)
 #include <sys/auxv.h>
 #endif
 
 #include "quire_cpu.h"
 
-enum isa { PORTABLE, AVX2, AVXVNNI, AVX512, AVX512BF16, NEON_DOT, NEON_BF16 }; /* class Isa in build.py */
+enum isa { PORTABLE, AVX2, AVXVNNI, AVX512, AVX512BF16, AMX, NEON_DOT, NEON_BF16 }; /* class Isa in build.py */
 
 #if defined(__clang__)
-enum { KNOWS_AVXVNNI = __clang_major__ >= 12 };
+enum { IS_OF_2021 = __clang_major__ >= 12 }; /* the compiler knows AVX-VNNI and AMX */
 #else
-enum { KNOWS_AVXVNNI = __GNUC__ >= 11 };
+enum { IS_OF_2021 = __GNUC__ >= 11 };
 #endif
 
 #if defined(__x86_64__)
@@ -27,6 +31,22 @@ static int has_avxvnni(void) {
     unsigned a = 0, b, c, d;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
+
+/* Whether the processor has tiles of bytes and of bfloat16, the system keeps their registers for threads, and lets this process
+ * use them, for which it is asked once: they add 8 KB to what it keeps for a thread that uses them. */
+static int may_use_tiles(void) {
+    enum { TILE_CONFIG = 1 << 17, TILE_DATA = 1 << 18, REQUEST = 0x1023, DATA_FEATURE = 18 };
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return 0; /* the system saves more than SSE's registers */
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (1u << 22 | 1u << 24 | 1u << 25))) return 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if (~low & (TILE_CONFIG | TILE_DATA)) return 0;
+#if defined(__linux__)
+    return syscall(SYS_arch_prctl, REQUEST, DATA_FEATURE) == 0;
+#else
+    return 0;
+#endif
+}
 #endif
 
 EXPORT int32_t quire_has_isa(int32_t isa) {
@@ -36,9 +56,10 @@ EXPORT int32_t quire_has_isa(int32_t isa) {
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     int dots = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    if (isa == AMX) return avx512 && dots && IS_OF_2021 && may_use_tiles();
     if (isa == AVX512BF16) return avx512 && dots;
     if (isa == AVX512) return avx512;
-    if (isa == AVXVNNI) return avx2 && has_avxvnni() && KNOWS_AVXVNNI;
+    if (isa == AVXVNNI) return avx2 && has_avxvnni() && IS_OF_2021;
     if (isa == AVX2) return avx2;
 #elif defined(__aarch64__) && defined(__linux__)
     enum { HAS_DOT = 1 << 20, HAS_I8MM = 1 << 13, HAS_BF16 = 1 << 14 }; /* of the words 1 and 2 */

@@ -2,4 +2,7 @@
 #include "vec.h"
 
 #include "quant.h"
+#include "quant_tiles.h"
 #include "gemm.h"
+
+const int32_t pairs_are_wide = PAIRS_ARE_WIDE;

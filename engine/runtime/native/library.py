@@ -19,7 +19,7 @@ import torch
 
 from engine.core.errors import ComputeError, ConfigError, ModelLoadError
 from engine.runtime.native.arena import Arena
-from engine.runtime.native.build import Isa, OnCompiled, find_library, machine_isas
+from engine.runtime.native.build import Isa, OnCompiled, best_isa, find_library, machine_isas
 from engine.runtime.native.packed_file import PackedFile
 from engine.runtime.native.packer import Packer
 from engine.runtime.native.structs import check_layout, mirror, structure
@@ -301,7 +301,7 @@ def choose_kernels(setting: str, on_compiled: OnCompiled = lambda *_: None) -> N
 
 def _isa_of(setting: str) -> Isa | None:
     if setting in ("auto", "off"):
-        return machine_isas()[-1] if setting == "auto" and machine_isas() else None
+        return best_isa() if setting == "auto" else None
     return Isa[setting.upper()]
 
 

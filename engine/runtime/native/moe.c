@@ -38,15 +38,11 @@ struct mixture {
 
 static int64_t num_experts_of(const struct moe *m) { return m->router.num_experts + m->has_shared; }
 
-/* Bytes of a row packed for weights of a format, and of its lanes: in a group, the same lanes of all rows are adjacent. */
+/* Bytes of a row packed for weights of a format. */
 static size_t packed_row_bytes(const struct linear *like, int32_t format) {
     struct gemm_args row = {.w = *like, .m = 1};
     row.w.format = format;
     return quire_rows_bytes(&row);
-}
-
-static size_t lane_bytes(const struct linear *w) {
-    return w->format == WEIGHT_BF16 && packed_row_bytes(w, WEIGHT_BF16) == (size_t)w->k * 4 ? 8 : 4;
 }
 
 static size_t most_packed_bytes(const struct linear *like, uint32_t formats) {
@@ -223,32 +219,14 @@ static void run_pack_alone(const void *context, int64_t begin, int64_t end) {
     }
 }
 
-/* Lay the lanes of `num` packed rows side by side. */
-static void interleave(char *to, const char *alone, const int32_t *rows, int64_t num, size_t row_bytes, size_t lane) {
-    for (int64_t r = 0; r < num; r++) {
-        const char *from = alone + (size_t)rows[r] * row_bytes;
-        if (lane == 8)
-            for (size_t i = 0; i < row_bytes; i += 8) memcpy(to + i * (size_t)num + (size_t)r * 8, from + i, 8);
-        else
-            for (size_t i = 0; i < row_bytes; i += 4) memcpy(to + i * (size_t)num + (size_t)r * 4, from + i, 4);
-    }
-}
-
-/* The first row of a job's group, as in gemm.h. */
-static int64_t group_start(const struct gemm_job *job, int64_t group) { return group * job->args.m / job->num_groups; }
-
 /* Pack groups of the experts' rows for gate_up. */
 static void run_gather(const void *context, int64_t begin, int64_t end) {
     const struct mixture *m = context;
     const struct room *room = &m->room;
     for (int64_t number = begin; number < end; number++) {
         const struct gemm_job *job = job_of(room->jobs, m->num_jobs, number);
-        const struct linear *w = &job->args.w;
         if (job->args.m == 1) continue; /* reads its row as it is */
-        int64_t first = group_start(job, number - job->first), num = group_start(job, number - job->first + 1) - first;
-        const int32_t *rows = (const int32_t *)job->args.x + first;
-        size_t bytes = packed_row_bytes(w, w->format);
-        interleave((char *)job->args.rows + (size_t)first * bytes, room->alone[w->format], rows, num, bytes, lane_bytes(w));
+        gemm_gather(&job->args, number - job->first, room->alone[job->args.w.format], job->args.x);
     }
 }
 

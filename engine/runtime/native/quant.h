@@ -8,6 +8,7 @@
  * the portable kernels on x86 round between the two. */
 #include "quant_dot.h"
 #include "quant_format.h"
+#include "tiles.h"
 
 enum {
     QVECTORS = 2, /* vectors of a panel that registers hold sums of at once */
@@ -16,7 +17,7 @@ enum {
     QROWS = IS_DOT_IN_PLACE && W == 16 ? 6 : IS_DOT_IN_PLACE || W >= 8 ? 4 : 2, /* rows, times QVECTORS, that registers hold sums of */
 };
 
-/* One group of packed rows: bytes [k / 4][rows][4], then for each block a scale [rows], and for each group of inputs
+/* One group of packed rows: bytes [k / 4][rows][4], or for tiles [k / QBLOCK][rows][QBLOCK], then for each block a scale [rows], and for each group of inputs
  * -zero times the sum of the bytes, int32 [rows], and that sum times the scale, float32 [rows]. All are of four bytes,
  * so that rows that were packed alone can be laid side by side (moe.c). */
 struct quant_group {
@@ -88,8 +89,14 @@ INLINE void quantise_block(struct view x, int64_t begin, int64_t end, float inve
     }
 }
 
+/* Whether a product takes tiles: from as many rows on as these are worth, since integers are the same either way. */
+INLINE int is_tiled(const struct gemm_args *a) {
+    enum { WORTH_TILES = 8 }; /* not measured */
+    return HAS_TILES && is_quantised(a->w.format) && a->m >= WORTH_TILES;
+}
+
 static void quant_pack_row(struct quant_format f, struct view x, int64_t k, struct quant_group to, size_t r,
-                           size_t num) {
+                           size_t num, int for_tiles) {
     size_t group_of_row = r;
     for (int64_t begin = 0; begin < k; begin += QBLOCK) {
         int64_t end = begin + QBLOCK < k ? begin + QBLOCK : k;
@@ -97,7 +104,8 @@ static void quant_pack_row(struct quant_format f, struct view x, int64_t k, stru
         int8_t bytes[QBLOCK];
         int32_t sums[2];
         quantise_block(x, begin, end, peak > 0 ? 127 / peak : 0, bytes, sums);
-        UNROLL for (size_t i = 0; i < QBLOCK / 4; i++, to.bytes += num) memcpy(to.bytes + r, bytes + 4 * i, 4);
+        if (for_tiles) memcpy(to.bytes + r * QBLOCK / 4, bytes, QBLOCK), to.bytes += num * QBLOCK / 4;
+        else UNROLL for (size_t i = 0; i < QBLOCK / 4; i++, to.bytes += num) memcpy(to.bytes + r, bytes + 4 * i, 4);
         to.scales[r] = scale;
         to.scales += num;
         for (int g = 0; g < QBLOCK / f.group; g++, group_of_row += num) {
@@ -108,13 +116,14 @@ static void quant_pack_row(struct quant_format f, struct view x, int64_t k, stru
     }
 }
 
-static void quant_pack_rows(const struct linear *w, const void *x, int64_t stride, struct quant_group to, int64_t num) {
-    const struct quant_format f = quant_format_of(w->format);
-    size_t bytes = (size_t)num * quant_row_bytes(w->format, w->k);
+static void quant_pack_rows(const struct gemm_args *a, const void *x, int64_t stride, struct quant_group to, int64_t num) {
+    const struct quant_format f = quant_format_of(a->w.format);
+    size_t bytes = (size_t)num * quant_row_bytes(a->w.format, a->w.k);
     for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((char *)to.bytes + at, 1); /* other threads have read them */
-    for (int64_t r = 0; r < num; r++)
-        quant_pack_row(f, (struct view){(void *)x, (size_t)(r * stride), (enum dtype)w->dtype}, w->k, to, (size_t)r,
-                       (size_t)num);
+    for (int64_t r = 0; r < num; r++) {
+        struct view row = {(void *)x, (size_t)(r * stride), (enum dtype)a->w.dtype};
+        quant_pack_row(f, row, a->w.k, to, (size_t)r, (size_t)num, is_tiled(a));
+    }
 }
 
 /* The quad of codes `quad` of a block, for vector `v` of a panel; `codes` is where the block's codes begin. */

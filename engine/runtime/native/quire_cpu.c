@@ -138,8 +138,7 @@ size_t quire_rows_bytes(const struct gemm_args *a) { return gemm_rows_bytes(a); 
 
 /* The type of an addend's `low`: pairs that the machine cannot multiply as they are stay two float32. */
 EXPORT int32_t quire_low_dtype(const struct linear *up) {
-    struct gemm_args row = {.w = *up, .m = 1};
-    return quire_rows_bytes(&row) == (size_t)up->k * sizeof(float) ? DT_F32 : up->dtype;
+    return up->format == WEIGHT_F32 || pairs_are_wide ? DT_F32 : up->dtype;
 }
 
 EXPORT int32_t quire_gemm(const struct gemm_args *a) {

@@ -367,6 +367,8 @@ int64_t gemm_num_groups(const struct gemm_args *);
 size_t gemm_rows_bytes(const struct gemm_args *);
 void gemm_pack_group(const struct gemm_args *, int64_t group, const void *x_rows, int64_t stride);
 range_work gemm_pack_rows;
+void gemm_gather(const struct gemm_args *, int64_t group, const char *alone, const int32_t *rows);
+extern const int32_t pairs_are_wide; /* rows of bfloat16 are packed as float32 */
 void gemm(const struct gemm_args *, const struct gemm_share *);
 range_work add_rms_norm_rows, clip_rows, gate_rows, act_rows, rope_rows, embed_rows, sample_rows;
 range_work widen_rows, clamp_rows, add_ranks;

@@ -23,6 +23,9 @@
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define BF16_DOT /* products of pairs of bfloat16 */
 #endif
+#if defined(__AMX_TILE__) || defined(TILE_MODEL)
+#define TILES /* registers of sixteen rows (tiles.h) */
+#endif
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define VNNI_DOT /* products of bytes */
 #endif
@@ -47,8 +50,14 @@ typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
 typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
 
-/* How lanes are multiplied. The last needs BF16_DOT: both factors are pairs of bfloat16. */
-enum kind { KIND_F32, KIND_BF16, KIND_F16, KIND_BF16_DOT };
+/* How lanes are multiplied. The last two need BF16_DOT and TILES: both factors are pairs of bfloat16. */
+enum kind { KIND_F32, KIND_BF16, KIND_F16, KIND_BF16_DOT, KIND_TILES };
+
+#ifdef BF16_DOT
+enum { PAIRS_ARE_WIDE = 0 };
+#else
+enum { PAIRS_ARE_WIDE = 1 }; /* rows of x are float32 where the machine does not multiply pairs */
+#endif
 
 INLINE size_t pair_of(enum kind kind) { return kind == KIND_F32 ? 1 : 2; }
 
