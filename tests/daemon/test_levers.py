@@ -16,6 +16,7 @@ from engine.sources.model_source import find_model
 from server import cli
 from tests.cpu.served_models import save_servable
 from tests.cpu.test_models_families import CASES
+from tests.patience import eventually
 from tools import start_imports
 
 SHORT = "Once upon a time there was a small paper mill by a river, and its owner counted every sheet. "
@@ -141,9 +142,9 @@ def test_cached_blocks_are_found_on_the_disk_after_a_restart(tmp_path: Path) -> 
     with serve(*flags) as daemon:
         text = daemon.text(LONG)
     with serve(*flags) as daemon:
-        again = daemon.complete(LONG)
-    assert again["choices"][0]["text"] == text
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens_disk"] > 100
+        assert daemon.text(LONG) == text
+        # A prompt is computed if a busy disk lets it wait for long, and its blocks come all the same.
+        eventually(lambda: daemon.metric("quire_kv_offload_blocks_total", direction="fetch") * 16 > 100)
 
 
 def test_a_pinned_prefix_outlives_a_scan_and_overlap_changes_no_text(plain: Plain) -> None:
