@@ -250,9 +250,8 @@ def _build(
     settings = _fit_pool(parts, settings, _pool_budget(parts, settings, more_bytes))
     runner = parts.make_runner(settings)
     if settings.whole_step and device.type == "cpu" and executor is None:  # no text is divided
-        runner.pauses_above = (
-            settings.whole_step if arbiter is None else 0
-        )  # to pause takes a short step some 3 % longer
+        # Beside other models any step may pause. A model alone pauses in long ones: to pause takes a short one some 3 % longer.
+        runner.pauses_above = settings.whole_step if arbiter is None else 0
     vision = None if tower is None else runner.take_images(tower, config.image_cache_memory)
     report(Progress("warm_up", f"on {device.type}"))
     (_warm_up_cuda if device.type == "cuda" else _warm_up_cpu)(parts, runner, settings)

@@ -62,9 +62,8 @@ def test_blocks_are_found_on_disk_when_a_model_comes_back(daemon: Daemon) -> Non
     for _ in range(2):
         assert daemon.http.post("/v1/models/wide/unload").json() == {"value": "unloaded"}
         daemon.text(prompt, model="wide")
-        eventually(
-            lambda: fetched() == 2
-        )  # a prompt does not wait for a busy disk for long, but its blocks come all the same
+        # A prompt does not wait for a busy disk for long, but its blocks come all the same.
+        eventually(lambda: fetched() == 2)
 
 
 def test_memory_is_given_back(daemon: Daemon) -> None:

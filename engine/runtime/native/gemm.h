@@ -45,7 +45,7 @@ INLINE size_t gemm_row_bytes(const struct gemm_args *a) {
 
 size_t gemm_rows_bytes(const struct gemm_args *a) { return (size_t)a->m * gemm_row_bytes(a); }
 
-/* Lay the lanes of packed rows side by side, those of one row `row_bytes` behind those of another: [lanes][num][lane bytes]. */
+/* Lay the lanes of packed rows side by side: [lanes][num][lane bytes]. */
 INLINE void interleave(char *to, const char *const *from, int64_t num, size_t bytes, size_t lane) {
     for (int64_t r = 0; r < num; r++)
         for (size_t i = 0; i < bytes; i += lane) memcpy(to + i * (size_t)num + (size_t)r * lane, from[r] + i, lane);
@@ -80,7 +80,7 @@ void gemm_pack_group(const struct gemm_args *a, int64_t group, const void *x_row
     }
 }
 
-/* Pack one group of rows that were packed before, each as a group of its own: `rows` are the numbers of the product's rows there. */
+/* Pack one group from rows that were each packed alone. `rows[i]` is where the product's row i is among those. */
 void gemm_gather(const struct gemm_args *a, int64_t group, const char *alone, const int32_t *rows) {
     size_t bytes = gemm_row_bytes(a), lane = is_quantised(a->w.format) ? 4 : row_lane_bytes(kind_of_weight(a));
     int64_t first = gemm_group_start(a, group), num = gemm_group_start(a, group + 1) - first;
