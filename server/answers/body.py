@@ -27,6 +27,10 @@ UNSUPPORTED: Mapping[str, Refused] = {
         ),
         Refused(_OFF),
     ),
+    **dict.fromkeys(
+        ("image_data", "images", "multi_modal_data"),
+        Refused(_OFF, "send images in parts of messages, with /v1/chat/completions"),
+    ),
     "chat_template": Refused(_OFF, "start the server with --chat-template, or render the prompt and use /v1/completions"),
     "documents": Refused(_OFF, "send chat_template_kwargs: {documents: ...}, if the model's template reads them"),
     "beam_width": Refused(_OFF, "send use_beam_search: true, and the width as n"),

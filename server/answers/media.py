@@ -83,8 +83,8 @@ class MediaFetcher:
         names = {f"{address.host}:{port}", *([address.host] if port == usual else [])}
         if not usual or address.userinfo or not names & self._hosts:
             raise refused(
-                "images are fetched only from hosts that --allowed-media-domains names; send its bytes, as "
-                "data:image/png;base64,...",
+                "images are fetched only from hosts that --allowed-media-domains names; send data:image/png;base64,... "
+                "with its bytes",
                 param,
             )
         return port

@@ -131,12 +131,13 @@ def test_little_detail_is_fewer_tokens(http: httpx.Client) -> None:
         for detail in ("low", "high")
     ]
     assert count == [64, 100]
-    assert "detail" in refusal(ask(http, part(large, detail="much")))
+    assert "detail 'much'; it must be auto" in refusal(ask(http, part(large, detail="much")))
 
 
 def test_options_of_a_request_reach_the_processor(http: httpx.Client) -> None:
     wishes = {"mm_processor_kwargs": {"max_pixels": 1024}}
-    assert "may have nothing with this model" in refusal(ask(http, part(picture()), **wishes))
+    said = refusal(ask(http, part(picture()), **wishes))
+    assert "has 'max_pixels': 1024; that of a request may have nothing with this model" in said
     answer = ask(http, text("a"), **wishes)
     assert answer.headers["x-quire-ignored-fields"] == "mm_processor_kwargs"
     assert "x-quire-ignored-fields" not in ask(http, text("a"), mm_processor_kwargs={}).headers
@@ -200,6 +201,18 @@ def test_responses_keep_images(http: httpx.Client, requests: list[Request]) -> N
     assert "'input_file' cannot be read" in said
 
 
+def test_images_elsewhere_than_in_parts_are_not_lost(http: httpx.Client) -> None:
+    """As other servers take them."""
+    images = [data_url(picture())]
+    for name in ("image_data", "images", "multi_modal_data"):
+        for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [{"role": "user"}]})):
+            said = refusal(http.post(f"/v1/{path}", json={**prompt, name: images}))
+            assert f"{name} is not supported: send images in parts of messages" in said
+    messages = [{"role": "user", "content": "a", "images": images}]
+    said = refusal(http.post("/v1/chat/completions", json={"messages": messages}))
+    assert "messages.0.images is not supported: send images in parts of content" in said
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -208,7 +221,7 @@ def test_responses_keep_images(http: httpx.Client, requests: list[Request]) -> N
         ([{"type": "file", "file": {}}], "'file' cannot be read"),
         ([{"type": "image_url"}], "an image needs image_url"),
         ([part(b"hello")], "its format is not known"),
-        ([part("data:image/png,abc")], "data:image/png;base64"),
+        ([part("data:image/png,abc")], "its address is not data:image/png;base64,... with its bytes."),
         ([part("data:image/png;base64,a")], "base64 is malformed"),
         ([part("data:image/png;base64,%41")], "base64 is malformed"),
         ([part("ftp://example.com/a.png")], "'ftp://example.com/a.png'"),

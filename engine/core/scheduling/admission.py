@@ -92,7 +92,7 @@ def _check_spans(request: Request, config: SchedulerConfig) -> None:
     if longest > config.max_num_batched_tokens:
         raise NeverFitsError(
             f"The prompt has an input of {longest} tokens that is computed in one step, but a step holds "
-            f"{config.max_num_batched_tokens} (--max-num-batched-tokens); send a smaller one.",
+            f"{config.max_num_batched_tokens} (--max-num-batched-tokens); send a smaller one, or raise it.",
             param="prompt",
         )
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
-from engine.text.fields.body import IdleFields, Integer, RequestBody
+from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody
 from engine.text.fields.sampling import SamplingFields
 from engine.text.fields.tools import Tool, ToolCall, ToolChoice, ToolChoiceField, check_tools
 
@@ -63,11 +63,10 @@ def _image_part(part: Mapping[str, Any]) -> dict[str, Any]:
     found = part.get("image_url")
     given = found if isinstance(found, Mapping) else {**part, "url": found}
     url, detail = given.get("url"), given.get("detail") or "auto"
-    if not isinstance(url, str) or detail not in _DETAILS:
-        raise ValueError(
-            f"an image needs image_url, an address such as data:image/png;base64,..., and detail, if it has "
-            f"one, must be {', '.join(_DETAILS)}"
-        )
+    if not isinstance(url, str):
+        raise ValueError("an image needs image_url, an address such as data:image/png;base64,...")
+    if detail not in _DETAILS:
+        raise ValueError(f"an image has detail {shorten(repr(detail))}; it must be {', '.join(_DETAILS)}")
     return {"type": "image_url", "image_url": {"url": url, "detail": detail}}
 
 
@@ -76,6 +75,8 @@ _as_content = partial(join_parts, kinds={"text": "text"}, param="messages", imag
 
 class Message(RequestBody):
     """One turn of a conversation; other fields are for the chat template to read."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {"images": Refused(([],), "send images in parts of content")}
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
         description="Who speaks: system, developer, user, assistant or tool."

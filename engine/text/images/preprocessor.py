@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError, shorten
 from engine.core.spans import Span
 from engine.files.mmproj import read_mmproj
 from engine.images import Image
@@ -169,10 +169,12 @@ class ImagePreprocessor:
         """
         knows = "image_grid_thw" in getattr(self._processor, "model_input_names", ())  # its sizes are numbers of pixels
         names = ("min_pixels", "max_pixels") if knows else ()
-        if not all(name in names and type(value) is int and value > 0 for name, value in wishes.items()):
+        wrong = [name for name, value in wishes.items() if name not in names or type(value) is not int or value < 1]
+        if wrong:
             raise InvalidRequestError(
-                f"mm_processor_kwargs of a request may have {' and '.join(names) or 'nothing'} with this model, as whole "
-                "numbers; others are the server's (--mm-processor-kwargs).",
+                f"mm_processor_kwargs has {shorten(wrong[0])!r}: {shorten(repr(wishes[wrong[0]]))}; that of a request may have "
+                f"{' and '.join(names) or 'nothing'} with this model, as whole numbers from 1 on; all else is the "
+                "server's (--mm-processor-kwargs).",
                 param="mm_processor_kwargs",
             )
         size = self._processor.size

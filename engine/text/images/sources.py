@@ -52,7 +52,7 @@ def _decoded(url: str, param: str) -> bytes:
     """Return the bytes of data:image/png;base64,..."""
     head, _, data = url.partition(",")
     if not head.lower().endswith(";base64"):
-        raise refused("its address is not of the form data:image/png;base64,...", param)
+        raise refused("its address is not data:image/png;base64,... with its bytes", param)
     try:
         for code, sign in _CODES:
             data = data.replace(code, sign)
