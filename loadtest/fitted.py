@@ -38,7 +38,7 @@ from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.runtime.weights.gguf import header_config
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import local_path
-from loadtest.rates import AT, BYTES, Rates, held_bytes, seconds
+from loadtest.rates import AT, BYTES, HELD, Rates, seconds
 
 _BLOCK = 16  # tokens
 _MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = 128, 512  # a daemon's defaults on a CPU
@@ -88,7 +88,7 @@ class Fitted:
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of the weights in memory, packed."""
-        return round(sum(num * held_bytes(kind) for (_, kind), num in self.weights.items()))
+        return round(sum(num * HELD[kind] for (_, kind), num in self.weights.items()))
 
     def as_stored(self, kind: str) -> Fitted:
         """Return the model with another kind of weights: its own floats, INT8, or Q4_K as in a Q4_K_M file."""

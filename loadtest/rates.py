@@ -21,7 +21,7 @@ from engine.core.types import ReportProgress
 from engine.files.gguf_kinds import Kind
 from engine.runtime.execution.device import load_kernels
 from engine.runtime.native.library import WeightFormat, native
-from engine.runtime.native.ops import FLOAT_FORMATS, PANEL, NativeLinear, format_for
+from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, format_for
 from engine.runtime.native.rows import StoredRows
 from engine.system.cache_folder import cache_folder, keep
 from engine.system.host_limits import read, usable_cpus
@@ -30,6 +30,7 @@ from engine.system.version import VERSION
 
 AT = (1, 2, 4, 8, 16, 32, 128)  # rows of a product
 BYTES: Mapping[str, float] = {kind.name: kind.num_bytes / kind.block for kind in Kind} | {"INT8": 1.0}  # of a weight
+HELD: Mapping[str, float] = {kind.name: kind.packed / kind.block for kind in Kind} | {"INT8": 1.0}  # packed in memory
 _SHAPE = 16_384, 2048
 _LEAST_BYTES = 96 << 20  # three times the last cache of the machines it was tried on
 _NUM_PASSES = 7
@@ -64,14 +65,6 @@ def _machine() -> str:
     lines = read(Path("/proc/cpuinfo")).splitlines()
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{name}, {usable_cpus()} processors, quire {VERSION}"
-
-
-def held_bytes(kind: str) -> float:
-    """Return the bytes of a weight as it is packed in memory; without the library, as it is stored."""
-    library, (chosen, _) = native(), _format(kind)
-    if library is None or chosen in FLOAT_FORMATS.values():
-        return BYTES[kind]
-    return float(library.quant_bytes(chosen, PANEL, _SHAPE[1])) / (PANEL * _SHAPE[1])
 
 
 def _format(kind: str) -> tuple[WeightFormat, Kind]:

@@ -197,7 +197,7 @@ def _parts(config: AppConfig) -> dict[str, Any]:
 
 def _model_parts(shared: Mapping[str, Any], config: AppConfig, loaded: LoadedModel) -> ModelParts:
     """Return what answers requests of a model, beside what models share."""
-    engine, tokenizer, images, _ = loaded
+    engine, tokenizer, images = loaded[:3]
     emit, limits = shared["emit"], _limits(engine, tokenizer, config)
     history = _history(engine, tokenizer, config)
     preprocessor = ChatPreprocessor(limits, config.default_chat_template_kwargs or {}, history, images)

@@ -353,7 +353,7 @@ def _make_app(
             load=partial(_load, plan, arbiter),
             adapters=[module.name for module in plan.engine.lora_modules],
             is_kept=plan.is_kept,
-            memory=plan.memory,
+            memory=plan.memory if arbiter else Memory(),
             begun=load if isinstance(load, Future) else None,
         )
         served.append((entry, None if isinstance(load, Future) else load))
@@ -409,7 +409,8 @@ def _load(
             log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
         loaded = _with_images(plan, engine, tokenizer)
         undo.pop_all()
-        return loaded._replace(load_s=time.monotonic() - begun_s)
+        takes = None if arbiter is None else plan.memory  # of files that are here now
+        return loaded._replace(load_s=time.monotonic() - begun_s, memory=takes)
 
 
 def _with_images(plan: _Plan, engine: EngineHandle, tokenizer: TextTokenizer) -> LoadedModel:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.files.gguf_header import read_beginning
-from engine.files.hf_config import HFConfig
+from engine.files.hf_config import FLOAT_TYPES, HFConfig
 from engine.files.vector_files import read_vectors
 from engine.runtime.layers.model_config import ModelConfig, narrow_latents
 from engine.runtime.models.complete import check_complete
@@ -35,6 +35,7 @@ from engine.settings.speculative_config import METHODS, SpeculativeConfig
 from engine.sources.adapter_config import check_adapters
 from engine.sources.draft_source import complete, naming_draft, read_source
 from engine.sources.model_source import check_entries, local_path
+from engine.startup.ahead import runs_on_cpu
 
 
 class ModelFacts(NamedTuple):
@@ -56,6 +57,18 @@ def check_model(config: EngineConfig, *, has_tokenizer: bool = False) -> ModelFa
         config.check_length(facts.config.max_positions)
     check_adapters(config)
     return facts if config.speculation is None else _check_draft(config, config.speculation, facts)
+
+
+def weight_bytes(config: EngineConfig) -> int:
+    """Return the bytes of a model's weights in memory, packed; 0 of one that is not here yet, or has none. Raises ModelLoadError."""
+    path, chosen = local_path(config.model), config.quantization
+    if path is None:
+        return 0
+    checkpoint = open_checkpoint(config.load_format, path)
+    name = config.dtype if config.dtype != "auto" else checkpoint.config.float_type(on_cpu=runs_on_cpu(config))
+    size = FLOAT_TYPES[name]
+    is_converted = chosen == "none" or (chosen == "auto" and config.dtype != "auto")
+    return round(checkpoint.held_bytes(size, 1 if chosen in ("int8", "fp8") else size if is_converted else None))
 
 
 def _check_draft(config: EngineConfig, asked: SpeculativeConfig, facts: ModelFacts) -> ModelFacts:

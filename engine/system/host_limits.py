@@ -50,6 +50,14 @@ def _quotas(root: Path) -> Iterator[float]:
             yield quota / period
 
 
+def multiplies_bfloat16(root: Path = Path("/")) -> bool:
+    """Return whether this CPU has bfloat16 instructions; emulation is much slower than float32. `root` is for tests.
+
+    The kernel's list is read instead of timing products, so that a machine makes the same choice at every start.
+    """
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(read(root / "proc/cpuinfo").split())
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes that can be allocated without swapping or being killed.
 

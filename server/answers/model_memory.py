@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.settings.engine_config import EngineConfig
-from engine.startup.ahead import runs_on_cpu, weight_files
+from engine.startup.ahead import runs_on_cpu
+from engine.startup.model_check import weight_bytes
 from engine.system.host_limits import available_memory
 from engine.system.progress import human_bytes
 
@@ -21,7 +22,7 @@ _MOST_POOLS = 2 << 30
 class Memory(NamedTuple):
     """The bytes that a model takes at most."""
 
-    weights: int = 0  # of its files
+    weights: int = 0  # packed; 0 of files that are not here yet
     pool: int = 0
     caches: int = 0  # host memory of blocks, vectors of images
 
@@ -38,10 +39,9 @@ def pool_share(num_models: int) -> int:
 
 def memory_of(config: EngineConfig, *, takes_images: bool) -> Memory:
     """Return what a model takes."""
-    weights = sum([file.stat().st_size for file in weight_files(config)])
     pool = config.kv_cache_memory_bytes or config.most_pool_bytes or 0
     blocks = int((config.swap_space + config.kv_offload_gib) * (1 << 30))
-    return Memory(weights, pool, blocks + config.image_cache_memory * takes_images)
+    return Memory(weight_bytes(config), pool, blocks + config.image_cache_memory * takes_images)
 
 
 def memory_limit(asked: int | None, configs: Sequence[EngineConfig]) -> int | None:

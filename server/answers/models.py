@@ -51,6 +51,7 @@ class LoadedModel(NamedTuple):
     tokenizer: TextTokenizer
     images: ImagePreprocessor | None = None
     load_s: float = 0.0
+    memory: Memory | None = None  # where several models share it
 
 
 class State(Enum):
@@ -280,7 +281,7 @@ class Models:
                 loop = asyncio.get_running_loop()
                 loaded = await loop.run_in_executor(self.loader, entry.load, lambda: self._is_wanted(entry))
                 parts = await loop.run_in_executor(self.loader, self.make_parts, entry.config, loaded)
-                self._take(entry, parts, loaded.load_s)
+                self._take(entry, parts, loaded)
                 loaded = None
                 log.info("loaded %s in %.1f s", entry.name, entry.load_s)
         except NotWantedError:
@@ -303,7 +304,7 @@ class Models:
                 loaded, loop = await asyncio.wrap_future(entry.begun), asyncio.get_running_loop()
                 parts = await loop.run_in_executor(self.loader, self.make_parts, entry.config, loaded)
                 entry.begun = None
-                self._take(entry, parts, loaded.load_s)
+                self._take(entry, parts, loaded)
         self.check_guards()
 
     def check_guards(self) -> None:
@@ -312,10 +313,11 @@ class Models:
             if (guard := parts.responder.guard) is not None:
                 guard.check()
 
-    def _take(self, entry: Entry, parts: ModelParts, load_s: float) -> None:
-        """Let a model answer, whose load took so long."""
+    def _take(self, entry: Entry, parts: ModelParts, loaded: LoadedModel) -> None:
+        """Let a model answer."""
         parts.client.start()
-        entry.parts, entry.num_loads, entry.load_s = parts, entry.num_loads + 1, load_s
+        entry.parts, entry.num_loads, entry.load_s = parts, entry.num_loads + 1, loaded.load_s
+        entry.memory = loaded.memory or entry.memory
 
     def _is_wanted(self, entry: Entry) -> bool:
         """Return whether requests wait for a load. Any thread."""

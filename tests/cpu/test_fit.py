@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 from safetensors.torch import save_file
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.models import load
-from engine.runtime.native.library import WeightFormat, native
+from engine.files import hf_config
+from engine.files.gguf_kinds import Kind
+from engine.runtime.native.library import native
+from engine.runtime.native.ops import format_for
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
+from engine.startup.model_check import weight_bytes
 from engine.system.cache_folder import cache_folder, foreseen, keep_foreseen
 from loadtest import fit as command
 from loadtest import fitted as fit
@@ -58,7 +62,7 @@ def test_what_is_counted_is_what_an_engine_has(
     name: str, has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A processor without bfloat16 has the weights and the pool in float32."""
-    monkeypatch.setattr(load, "_multiplies_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(hf_config, "multiplies_bfloat16", lambda: has_bfloat16)
     model, pool = folder(tmp_path, name), 1 << 20
     found = fit.read(EngineConfig(model=model))
     engine = build_engine(EngineConfig(model=model, load_format="dummy", kv_cache_memory_bytes=pool), lambda _: None)
@@ -112,14 +116,30 @@ def test_packed_weights_are_counted() -> None:
     """Of few bits they take more than in a file, whose codes are of groups."""
     if native() is None:
         pytest.skip("no native library and no C compiler")
-    kinds = {kind: rates.held_bytes(kind) for kind in rates.BYTES if kind != "F16"}
-    assert all(kinds[kind] >= rates.BYTES[kind] for kind in kinds)
-    for kind, chosen in (
-        ("Q2_K", WeightFormat.Q2_HALF_MIN),
-        ("Q6_K", WeightFormat.Q6_HALF),
-        ("INT8", WeightFormat.INT8),
-    ):
-        assert kinds[kind] * 64 * 2048 == native().quant_bytes(chosen, 64, 2048)
+    for kind in Kind:
+        if kind.name not in ("F32", "F16", "BF16"):
+            assert kind.packed * 64 * 8 == native().quant_bytes(format_for([kind]), 64, kind.block * 8), kind.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_bytes"),
+    [({}, 60 * 2), ({"quantization": "int8"}, 36 * 2 + 24), ({"dtype": "float32"}, 60 * 4)],
+)
+def test_models_together_are_counted_as_they_are_held(settings: Any, num_bytes: int, tmp_path: Path) -> None:
+    """Not as they lie in files; whatever the processor multiplies, which a dtype that is named does not ask."""
+    shapes = {
+        "model.embed_tokens.weight": (8, 4),
+        "model.layers.0.mlp.up_proj.weight": (6, 4),
+        "model.norm.weight": (4,),
+    }
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float16"}))
+    config = EngineConfig(model=str(tmp_path), device="cuda")
+    assert weight_bytes(replace(config, **settings)) == num_bytes
+    default = EngineConfig(model=find_model(None).path)
+    assert weight_bytes(default) == pytest.approx(fit.read(default).weight_bytes, rel=0.01)
+    assert weight_bytes(replace(default, dtype="float32")) > 4 * weight_bytes(default)
+    assert weight_bytes(EngineConfig(model="org/not-here")) == weight_bytes(replace(config, load_format="dummy")) == 0
 
 
 def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

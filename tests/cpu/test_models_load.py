@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.models import load as load_module
+from engine.files import hf_config
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_model, resolve_dtype
@@ -19,6 +19,7 @@ from engine.runtime.models.transformers_adapter import TransformersModel, read_f
 from engine.runtime.schemes import linear
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import fetch
+from engine.system.host_limits import multiplies_bfloat16
 from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
 
 CPU = torch.device("cpu")
@@ -219,9 +220,9 @@ def test_where_a_model_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_cpu_takes_bfloat16_where_it_can_multiply_it(
     features: str | None, chosen: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed = tmp_path / "cpuinfo"
+    (tmp_path / "proc").mkdir()
     if features:
-        listed.write_text(features)
-    monkeypatch.setattr(load_module, "_CPU_FEATURES", listed)
+        (tmp_path / "proc/cpuinfo").write_text(features)
+    monkeypatch.setattr(hf_config, "multiplies_bfloat16", lambda: multiplies_bfloat16(tmp_path))
     write_config(tmp_path, dtype="bfloat16")
     assert resolve_dtype(EngineConfig(model=str(tmp_path)), CPU) == chosen

@@ -177,10 +177,10 @@ def test_a_text_cannot_write_its_own_verdict(url: str) -> None:
 
 
 def test_the_judged_prefix_is_cached(guarded: Callable[..., Live]) -> None:
+    """An answer is judged at least twice: once it has some tokens, and at its end."""
     live = guarded()
     ask(live.url, "words " * 20)
-    found = live.app.state.models.find("judge").now().engine.stats
-    assert found.prefix_hit_tokens > found.prompt_tokens / 2
+    assert live.app.state.models.find("judge").now().engine.stats.prefix_hit_tokens > len("words " * 20)
 
 
 def test_moderations(url: str) -> None:

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from engine.runtime.models.encoder import Encoder
     from engine.runtime.models.tower import Tower
 
-_CPU_FEATURES = Path("/proc/cpuinfo")
 _BERT_SEPARATOR = 102
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -220,12 +219,7 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 def default_dtype(model: HFConfig, device: torch.device) -> torch.dtype:
     """Return what --dtype auto is for a model. Raises ModelLoadError."""
-    name = str(model.values.get("dtype") or model.values.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ModelLoadError(f"{model.source}: dtype {name!r} is not one of {', '.join(_DTYPES)}; set --dtype.")
-    if device.type == "cpu" and name != "float32":
-        return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
-    return _DTYPES[name]
+    return _DTYPES[model.float_type(on_cpu=device.type == "cpu")]
 
 
 def _require_adaptable(config: EngineConfig, scheme: Scheme, here: Circumstances, model: HFConfig) -> None:
@@ -379,15 +373,3 @@ def _separator(path: Path) -> int:
         return next((int(token["id"]) for token in added if token["content"] == "[SEP]"), _BERT_SEPARATOR)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return _BERT_SEPARATOR
-
-
-def _multiplies_bfloat16() -> bool:
-    """Return whether this CPU has bfloat16 instructions; emulation is much slower than float32.
-
-    The kernel's list is read instead of timing products, so that a machine makes the same choice at every start.
-    """
-    try:
-        features = set(_CPU_FEATURES.read_text().split())
-    except OSError:
-        return False
-    return not features.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})

@@ -73,6 +73,13 @@ class Checkpoint:
         """Return how many elements the files hold; None for as many as asked for."""
         return None
 
+    def held_bytes(self, of_float: int, of_matrix: int | None) -> float:  # noqa: ARG002 - of those with files
+        """Return the bytes of the weights in memory, by the headers.
+
+        A float takes `of_float`; a number of a matrix `of_matrix`, or None: as it is stored, packed.
+        """
+        return 0
+
     def headers(self) -> Headers:
         """Return the stored types and shapes of a quantised checkpoint's tensors."""
         return {}

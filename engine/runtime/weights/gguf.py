@@ -96,6 +96,12 @@ class GGUFCheckpoint(Checkpoint):
     def num_weights(self) -> int:
         return sum(math.prod(tensor.shape) for tensor in self._stored.values())
 
+    def held_bytes(self, of_float: int, of_matrix: int | None) -> float:
+        return sum(
+            math.prod(shape) * (of_float if kind in _FLOATS else of_matrix or kind.packed / kind.block)
+            for _, shape, kind, *_ in self._stored.values()
+        )
+
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
         num_layers = num_read_layers(self.config)
         for name, whole in self._stored.items():

@@ -228,6 +228,16 @@ class SafetensorsCheckpoint(Checkpoint):
     def num_weights(self) -> int:
         return sum(math.prod(tensor.shape) * _MAX_CODES.get(tensor.kind, 1) for tensor in self.tensors({}))
 
+    def held_bytes(self, of_float: int, of_matrix: int | None) -> float:
+        spans = [(name, span) for file in self._files for name, span in file.spans.items()]
+        return sum(
+            math.prod(span.shape)
+            * (of_matrix if of_matrix and len(span.shape) > 1 and "embed" not in name else of_float)
+            if span.kind in FLOATS
+            else span.end - span.begin
+            for name, span in spans
+        )
+
     def headers(self) -> Headers:
         if self.quantization is None:
             return {}
