@@ -55,7 +55,8 @@ def read_mmproj(path: Path, model: Path) -> Mmproj:
             f"{path} is not the vision half of a model (its architecture is {own_arch!r}, not 'clip'); name mmproj-*.gguf."
         )
     values = {key.removeprefix(_PREFIX): value for key, value in metadata.items()}
-    meta = HFConfig({**values, "shapes": {tensor.name: tensor.shape for tensor in tensors}}, str(path))
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    meta = HFConfig({**values, "shapes": shapes, "text": text}, str(path))
     name = str(metadata.get("clip.projector_type", metadata.get("clip.vision.projector_type")))
     if name not in PROJECTORS:
         raise ModelLoadError(
@@ -158,6 +159,24 @@ def _gemma3(meta: HFConfig) -> tuple[Values, Values]:
     return config, {"image_processor_type": "Gemma3ImageProcessor", "size": _square(meta)}
 
 
+def _gemma4(meta: HFConfig) -> tuple[Values, Values]:
+    shapes, tower, pool = meta.values["shapes"], _tower(meta), meta.size("projector.scale_factor", 3)
+    has_inputs = meta.values["text"].get("gemma4.embedding_length_per_layer_input")
+    tower |= {
+        "num_key_value_heads": tower["num_attention_heads"],
+        "head_dim": tower["hidden_size"] // tower["num_attention_heads"],
+        "pooling_kernel_size": pool,
+        "position_embedding_size": shapes.get("v.position_embd.weight", (2, 1))[1],
+        "rms_norm_eps": meta.number("attention.layer_norm_epsilon"),
+        "standardize": "v.std_bias" in shapes,
+        "use_clipped_linears": "v.blk.0.attn_q.input_max" in shapes,
+    }
+    # What files leave out: in the models for phones, as published, an image's tokens attend to those before alone.
+    ways = {} if has_inputs else {"use_bidirectional_attention": "vision"}
+    processor = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": tower["patch_size"]}
+    return {"vision_config": tower, "text_config": ways}, {**processor, "pooling_kernel_size": pool}
+
+
 def _idefics3(meta: HFConfig) -> tuple[Values, Values]:
     side = meta.size("image_size")
     return {"vision_config": _tower(meta), "scale_factor": meta.size("projector.scale_factor", 2)}, {
@@ -213,6 +232,7 @@ _GEMMA_TOKENS = {
     "boi_token_index": "<start_of_image>",
     "eoi_token_index": "<end_of_image>",
 }
+_GEMMA4_TOKENS = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
 _QWEN3 = {"qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
 _INTERN = dict.fromkeys(("qwen2", "qwen3", "llama"), "internvl")
 _MISTRAL = dict.fromkeys(("llama", "mistral3"), "mistral3")
@@ -221,6 +241,7 @@ PROJECTORS = {
     "qwen2.5vl_merger": Projector({"qwen2vl": "qwen2_5_vl"}, _qwen2_5, _QWEN_TOKEN),
     "qwen3vl_merger": Projector(_QWEN3, _qwen3, _QWEN_TOKEN),
     "gemma3": Projector({"gemma3": "gemma3"}, _gemma3, _GEMMA_TOKENS),
+    "gemma4v": Projector({"gemma4": "gemma4"}, _gemma4, _GEMMA4_TOKENS),
     "idefics3": Projector({"llama": "idefics3"}, _idefics3, _IMAGE_TOKEN),
     "internvl": Projector(_INTERN, _internvl, {"image_token_id": "<IMG_CONTEXT>"}),
     "lfm2": Projector({"lfm2": "lfm2_vl"}, _lfm2, _IMAGE_TOKEN),

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 
-from tests.cpu.test_weights_gguf import DELTA, LFM2_NAMES, SANDWICH, convert, write
+from tests.cpu.test_weights_gguf import DELTA, GEMMA4_NAMES, LFM2_NAMES, SANDWICH, convert, write
 
 Kind = gguf.GGMLQuantizationType
 # Tensors that the converter names in code of a model's own.
@@ -28,6 +28,7 @@ _OWN_NAMES = {
     "linear_fc1": "fc1",
     "linear_fc2": "fc2",
 }
+_BOUNDS = tuple(f".{side}_{bound}" for side in ("input", "output") for bound in ("min", "max"))
 
 
 class Half(NamedTuple):
@@ -82,6 +83,26 @@ HALVES = {
         },
         {"projector.scale_factor": 2},
         {"^vision_tower": "vision_tower.vision_model", "_weight$": ".weight"},
+    ),
+    "gemma4": Half(
+        "gemma4",
+        "gemma4v",
+        GEMMA4_NAMES,
+        {
+            "attention.sliding_window": 8,
+            "attention.sliding_window_pattern": [True, False] * 2,
+            "attention.key_length": 32,
+            "attention.key_length_swa": 16,
+            "rope.freq_base": 1_000_000.0,
+            "rope.freq_base_swa": 10_000.0,
+        },
+        {"projector.scale_factor": 2, "attention.layer_norm_epsilon": 1e-6, "image_size": 224},
+        {
+            r"^vision_tower\.encoder": "vision_model.model",
+            "^(?=vision_tower|embed_vision)": "model.",
+            r"\.linear\.weight$": ".weight",
+            "embedding_table$": "embedding_table.weight",
+        },
     ),
     "idefics3": Half(
         "llama",
@@ -193,10 +214,10 @@ def vision_tensors(model: Any, half: Half) -> Iterator[tuple[str, torch.Tensor]]
         if half.projector == "pixtral" and re.search(r"\.[qk]_proj\.", name):  # rotated by neighbours
             heads = values.unflatten(0, (tower.num_attention_heads, 2, -1))
             parts = {name: heads.transpose(1, 2).reshape(values.shape)}
-        if half.projector == "lfm2" and "patch_embedding.weight" in name:  # as filters
+        if name.endswith(("patch_embedding.weight", "input_proj.weight")) and values.dim() == 2:  # as filters
             side = tower.patch_size
             parts = {name: values.view(-1, side, side, 3).permute(0, 3, 1, 2)}
         for each, part in parts.items():
-            found = table.get_name(each, (".weight", ".bias"))
+            found = table.get_name(each, (".weight", ".bias", *_BOUNDS))
             assert found is not None, each
-            yield found, part + ("mm_soft_emb_norm" in each)
+            yield found, part.reshape(part.shape or 1) + ("mm_soft_emb_norm" in each)

@@ -378,6 +378,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2_5_VLConfig", CONFIGS["Qwen2_5_VLConfig"]),
     "qwen3_5": ("Qwen3_5Config", CONFIGS["Qwen3_5Config"]),
     "gemma3": ("Gemma3Config", CONFIGS_BOTH_WAYS["Gemma3Config"]),
+    "gemma4": ("Gemma4Config", OF_FAMILIES["Gemma4Config vision"]),
     "idefics3": ("Idefics3Config", {**OF_FAMILIES["Idefics3Config"], "vision_config": SIGLIP, "scale_factor": 2}),
     "internvl": ("InternVLConfig", OF_FAMILIES["InternVLConfig"]),
     "lfm2_vl": ("Lfm2VlConfig", OF_FAMILIES["Lfm2VlConfig"]),
@@ -420,6 +421,10 @@ def checkpoint(folder: Path, kind: str) -> Theirs:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(std=0.3 if "embed" in key else 0.15)
+        for key, buffer in model.named_buffers():  # of Gemma 4's tower
+            for name, value in {"_min": -0.9, "_max": 0.8, "std_bias": 0.3, "std_scale": 1.5}.items():
+                if key.endswith(name):
+                    buffer.fill_(value)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",

@@ -232,17 +232,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
 }
 
 
-for name, text in {
-    "vision": {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0},
-    "inputs": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
-}.items():
+for name, text, tower in (
+    (
+        "vision",
+        {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0},
+        {"standardize": True, "use_clipped_linears": True},
+    ),
+    ("inputs", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}, {}),
+):
     FAMILIES[f"Gemma4Config {name}"] = (
         {
             "text_config": TEXT
             | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32}
             | text,
             "vision_config": SIGLIP
-            | {"num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 64},
+            | {"num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 64}
+            | tower,
             "image_token_id": PLACE,
         },
         {

@@ -33,6 +33,8 @@ from tests.cpu.model_driver import CPU
 from tests.cpu.test_image_prompts import CONVERSATIONS, POOL, TINY, Lfm2Images, Theirs, answer_of, checkpoint, sent
 from tests.cpu.test_images import CONFIGS, FAMILIES, picture
 
+OPTIONS = {"gemma4": {"max_soft_tokens": 70}, "lfm2_vl": Lfm2Images.SETTINGS}  # which files have no keys for
+
 
 class Files(NamedTuple):
     """A checkpoint, and its two halves."""
@@ -70,7 +72,7 @@ def test_vectors_and_answers_are_those_of_the_checkpoint(kind: str, folder: Path
     config = fetch_models(EngineConfig(model=str(text), dtype="float32", **POOL), lambda progress: None)
     assert config.mmproj == str(vision)
     check_model(config, has_tokenizer=True)
-    own = Lfm2Images.SETTINGS if kind == "lfm2_vl" else {}  # which a file has no keys for
+    own = OPTIONS.get(kind, {})
     images = ImagePreprocessor.of(text, tokenizer, own, mmproj=config.mmproj)
     wanted = ImagePreprocessor.of(theirs.folder, tokenizer)
     assert images is not None

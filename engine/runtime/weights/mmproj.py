@@ -80,6 +80,27 @@ _PIXTRAL_LAYER = {
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
 }
+_GEMMA4_LINEARS = {
+    **{f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"},
+    "attn_out": "self_attn.o_proj",
+    **_GATED,
+}
+_GEMMA4_LAYER = {
+    "ln1": "input_layernorm",
+    "ln2": "pre_feedforward_layernorm",
+    "attn_post_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    **_GEMMA4_LINEARS,  # whose bounds have endings such as input_max
+    **{f"{theirs}.weight": f"{ours}.linear.weight" for theirs, ours in _GEMMA4_LINEARS.items()},
+}
+_GEMMA4 = {
+    "patch_embd": "patch_embedder.input_proj",
+    "position_embd.weight": "patch_embedder.position_embedding_table",
+    "std_bias": "std_bias",
+    "std_scale": "std_scale",
+}
 _INTERN_LAYER = {
     "ln1": "layernorm_before",
     "ln2": "layernorm_after",
@@ -115,6 +136,10 @@ _NAMES = {
         "mm.input_projection.weight": f"{_PROJECTOR}mm_input_projection_weight",
         "mm.soft_emb_norm": f"{_PROJECTOR}mm_soft_emb_norm",
     },
+    "gemma4v": {
+        **_tower("encoder.layers", _GEMMA4_LAYER, "vision_tower.", _GEMMA4),
+        "mm.input_projection": "embed_vision.embedding_projection",
+    },
     "idefics3": {**_siglip("model.vision_model."), "mm.model.fc": "model.connector.modality_projection.proj"},
     "internvl": {
         **_tower("encoder.layer", _INTERN_LAYER, "vision_tower.", _INTERN),
@@ -138,8 +163,9 @@ _NAMES = {
         "mm.2": f"{_PROJECTOR}linear_2",
     },
 }
-_ELSEWHERE = ("a.", "v.token_embd.img_break")  # of sound; a row of the text half
+_ELSEWHERE = ("a.", "mm.a.", "v.token_embd.img_break")  # of sound; a row of the text half
 _PAIRED = ("attn_q.weight", "attn_k.weight")  # rotated by neighbours in Pixtral's tower
+_NUMBERS = ("_min", "_max")
 _THREE_SIDES = ("cls_token", "position_embeddings")  # the first of 1
 _OFFSET = ("mm.soft_emb_norm.weight",)  # Gemma 3's, stored as 1 + weight
 
@@ -153,7 +179,9 @@ def add_tower(checkpoint: Checkpoint, model: Path, path: Path) -> None:
     if half.sections:
         rope = text.get("rope_scaling") or {"rope_type": "default"}
         text["rope_scaling"] = {**rope, "mrope_section": [int(size) for size in half.sections]}
-    checkpoint.config = HFConfig({**half.config, "text_config": text}, checkpoint.config.source)
+    checkpoint.config = HFConfig(
+        {**half.config, "text_config": {**half.config.get("text_config", {}), **text}}, checkpoint.config.source
+    )
     checkpoint.tower = list(_tensors(half))
 
 
@@ -193,7 +221,9 @@ def _joined(half: Mmproj, name: str, parts: Sequence[GGUFTensor]) -> StoredTenso
     shape = parts[0].shape
     if name.endswith(_THREE_SIDES):
         shape = (1,) * (3 - len(shape)) + shape
-    elif half.projector == "lfm2" and len(shape) == 4:  # its module takes patches as rows of colours
+    elif name.endswith(_NUMBERS):
+        shape = ()
+    elif half.projector in ("gemma4v", "lfm2") and len(shape) == 4:  # their modules take patches as rows of colours
         shape = (shape[0], math.prod(shape[1:]))
     elif len(parts) > 1:
         rest = (len(parts), *shape[2:]) if len(shape) == 4 else ()
