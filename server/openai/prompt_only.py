@@ -37,6 +37,7 @@ from server.settings.app_config import AppConfig
 router = APIRouter()
 
 _OFF = (False, 0, None)
+NO_MESSAGES = Refused((), "send input; /tokenize gives the token ids of messages, which it may have")
 MAX_INPUTS = 2048  # of one request; OpenAI's limit
 
 
@@ -54,6 +55,8 @@ class PromptOnlyBody(EngineBody):
             ("multi_vector", "return_colbert_vecs"),
             Refused(_OFF, "one vector is made of a text, not one of each token"),
         ),
+        **dict.fromkeys(("activation", "softmax"), Refused((True,), "send use_activation")),
+        "raw_scores": Refused((False,), "send use_activation"),
     }
 
     add_special_tokens: bool = Field(True, description="Whether the tokenizer adds its special tokens, such as BOS.")
@@ -140,8 +143,12 @@ class EmbeddingBody(PromptOnlyBody):
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **PromptOnlyBody.UNSUPPORTED,
         "embed_dtype": Refused(("float32",)),
+        "embedding_types": Refused((["float"],), "send encoding_format"),
         "endianness": Refused(("native", "little")),
-        "messages": Refused((), "send input; /tokenize gives the token ids of messages, which it may have"),
+        "late_chunking": Refused((False,), "each input is read alone"),
+        "messages": NO_MESSAGES,
+        "output_dimension": Refused((), "send dimensions"),
+        "prompt_name": Refused((), "send input_type"),
         "use_activation": Refused((True,)),
     }
 
@@ -211,8 +218,7 @@ class PoolingBody(EmbeddingBody):
     """The request; a classifier's vectors have the scores of its labels."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
-        **{name: each for name, each in EmbeddingBody.UNSUPPORTED.items() if name != "use_activation"},
-        "softmax": Refused((True,)),
+        name: each for name, each in EmbeddingBody.UNSUPPORTED.items() if name != "use_activation"
     }
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(

@@ -9,6 +9,7 @@ the cosine of their vectors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from fastapi import APIRouter, Depends, Request
@@ -35,6 +36,7 @@ from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.completions import Prompts
 from server.openai.prompt_only import (
+    NO_MESSAGES,
     Few,
     Numbers,
     PromptOnlyBody,
@@ -52,7 +54,13 @@ router = APIRouter()
 Texts = Annotated[list[str], BeforeValidator(listed, json_schema_input_type=str | list[str]), Field(min_length=1)]
 
 
-class ScoreBody(PromptOnlyBody):
+class ScoringBody(PromptOnlyBody):
+    """What bodies for classifiers share."""
+
+    use_activation: bool = Field(True, description="Return a classifier's scores as probabilities.")
+
+
+class ScoreBody(ScoringBody):
     """The request. Texts are paired in order, or one text_1 with every text_2."""
 
     text_1: Texts = Field(description="The given text; one for all items of text_2, or one for each.")
@@ -66,10 +74,6 @@ class ScoreBody(PromptOnlyBody):
             raise InvalidRequestError(
                 f"text_1 has {firsts} texts and text_2 {seconds}; send one text_1, or as many as there are text_2.",
                 param="text_1",
-            )
-        if "" in self.text_2:
-            raise InvalidRequestError(
-                "text_2 has an empty text, which has no likelihood; leave it out.", param="text_2"
             )
         return self
 
@@ -97,7 +101,8 @@ async def create_score(
 ) -> Response:
     """Return the log likelihood of each text_2 as the continuation of its text_1; without an LM head, how well they match."""
     named = model.find(body.model)
-    plan = await _plan(model, config, body, body.text_1, body.text_2, body.reduction)
+    texts = _Texts(body.text_1, body.text_2)
+    plan = await _plan(model, config, body, texts, body.reduction)
     requests = responder.requests(body, named.adapter, plan.prompts, [plan.params] * len(plan.prompts))
     shaped, generation = await shape_each(http, responder, body, requests, plan.shape)
     values = await aside(lambda: plan.finish(shaped))
@@ -115,36 +120,39 @@ class _Plan(NamedTuple):
     finish: Callable[[list[Any]], list[float]] = lambda scores: scores
 
 
-async def _plan(
-    model: ServedModel,
-    config: AppConfig,
-    body: PromptOnlyBody,
-    firsts: Sequence[str],
-    seconds: Sequence[str],
-    reduction: Reduction,
-    types: tuple[str | None, str | None] = (None, None),
-) -> _Plan:
-    """Return how a model compares texts: one of `firsts` with all `seconds`, or each with each. Raises ClientError."""
+class _Texts(NamedTuple):
+    """What is compared: one of `firsts` with all `seconds`, or each with each; `names` are the fields that they are in."""
+
+    firsts: Sequence[str]
+    seconds: Sequence[str]
+    names: tuple[str, str] = ("text_1", "text_2")
+    types: tuple[str | None, str | None] = (None, None)  # whose prompts an embedder has
+
+
+async def _plan(model: ServedModel, config: AppConfig, body: ScoringBody, texts: _Texts, reduction: Reduction) -> _Plan:
+    """Return how a model compares texts. Raises ClientError."""
     if not model.reader.settings.labels and not model.limits.generates:
         check_reduction(reduction)
-        return await _cosines(model, config, body, firsts, seconds, types)
+        return await _cosines(model, config, body, texts)
+    firsts, seconds, (_, second_name), _ = texts
     firsts = list(firsts) * (len(seconds) if len(firsts) == 1 else 1)
     num_chars = sum(map(len, firsts)) + sum(map(len, seconds))
     if num_chars > config.max_body_bytes:
         raise InvalidRequestError(
-            f"The pairs have {num_chars} characters, text_1 repeated; one request may have {config.max_body_bytes} "
+            f"The pairs have {num_chars} characters, {texts.names[0]} repeated; one request may have {config.max_body_bytes} "
             "(--max-body-bytes), send fewer pairs.",
-            param="text_2",
+            param=second_name,
         )
     if model.limits.generates:
         return await _likelihoods(model, body, firsts, seconds, reduction)
     check_reduction(reduction)
     model.reader.require_one_label()
-    truncation, activation = body.truncation(model.reader), model.reader.settings.pair_activation
+    truncation = body.truncation(model.reader)
+    activation = model.reader.settings.pair_activation if body.use_activation else ""
 
     def read(first: str, second: str) -> list[int]:
-        ids = model.reader.pair(first, second, "text_2", truncation, add_special_tokens=body.add_special_tokens)
-        model.limits.check_readable(len(ids), "text_2")
+        ids = model.reader.pair(first, second, second_name, truncation, add_special_tokens=body.add_special_tokens)
+        model.limits.check_readable(len(ids), second_name)
         return ids
 
     prompts = await aside(lambda: list(map(read, firsts, seconds)), num_chars)
@@ -159,6 +167,8 @@ async def _likelihoods(
         raise UnsupportedError(
             "truncate_prompt_tokens", "the likelihood of a text that is cut is another's; shorten it"
         )
+    if "" in seconds:
+        raise InvalidRequestError("text_2 has an empty text, which has no likelihood; leave it out.", param="text_2")
     special, distinct = body.add_special_tokens, list(dict.fromkeys(firsts))
     wholes = [first + second for first, second in zip(firsts, seconds, strict=True)]
     contexts = dict(zip(distinct, await model.encode(distinct, "text_1", add_special_tokens=special), strict=True))
@@ -172,14 +182,7 @@ async def _likelihoods(
     return _Plan(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0), shape)
 
 
-async def _cosines(
-    model: ServedModel,
-    config: AppConfig,
-    body: PromptOnlyBody,
-    firsts: Sequence[str],
-    seconds: Sequence[str],
-    types: tuple[str | None, str | None],
-) -> _Plan:
+async def _cosines(model: ServedModel, config: AppConfig, body: PromptOnlyBody, given: _Texts) -> _Plan:
     reader, truncation = model.reader, body.truncation(model.reader)
 
     def read(texts: Sequence[str], name: str, prompt: str) -> list[list[int]]:
@@ -190,13 +193,11 @@ async def _cosines(
         model.limits.check_readable(max(map(len, found)), name)
         return found
 
-    both = tuple(zip((firsts, seconds), ("text_1", "text_2"), map(reader.prompt, types), strict=True))
-    prompts = await aside(
-        lambda: [ids for each in both for ids in read(*each)], sum(map(len, firsts)) + sum(map(len, seconds))
-    )
+    both = tuple(zip(given[:2], given.names, map(reader.prompt, given.types), strict=True))
+    prompts = await aside(lambda: [ids for each in both for ids in read(*each)], sum(map(len, chain(*given[:2]))))
 
     def finish(vectors: list[Any]) -> list[float]:
-        one, others = vectors[: len(firsts)], vectors[len(firsts) :]
+        one, others = vectors[: len(given.firsts)], vectors[len(given.firsts) :]
         pairs = zip(one * (len(others) if len(one) == 1 else 1), others, strict=True)
         return [cosine(first, second) for first, second in pairs]
 
@@ -214,7 +215,7 @@ def _documents(value: Any) -> Any:
     return [{"text": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
 
 
-class RerankBody(PromptOnlyBody):
+class RerankBody(ScoringBody):
     """The request, in the shape of Cohere and Jina."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
@@ -264,7 +265,8 @@ async def create_ranking(
     """Sort documents by how well they answer a query: by a classifier of one label, or by the vectors of an embedder."""
     model.reader.require_relevance()
     named, texts = model.find(body.model), [each.text for each in body.documents]
-    plan = await _plan(model, config, body, [body.query], texts, "mean", ("query", "document"))
+    given = _Texts([body.query], texts, ("query", "documents"), ("query", "document"))
+    plan = await _plan(model, config, body, given, "mean")
     requests = responder.requests(body, named.adapter, plan.prompts, [plan.params] * len(plan.prompts))
     shaped, generation = await shape_each(http, responder, body, requests, plan.shape)
     values = await aside(lambda: plan.finish(shaped))
@@ -277,13 +279,14 @@ async def create_ranking(
     return with_timings(made.json_bytes(), generation, body)
 
 
-class ClassifyBody(PromptOnlyBody):
+class ClassifyBody(ScoringBody):
     """The request. `input` takes the same as the prompt of a completion."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {**ScoringBody.UNSUPPORTED, "messages": NO_MESSAGES}
 
     input: Annotated[Prompts, Few] = Field(
         description="A text, token ids, or a list of either; each gets the scores of all labels."
     )
-    use_activation: bool = Field(True, description="Return scores as probabilities.")
 
 
 class Classified(ResponseBody):

@@ -399,7 +399,11 @@ def test_a_cross_encoder_ranks_pairs(tmp_path: Path) -> None:
         assert single["probs"] == pytest.approx(scored(model, ids_of("w30 w31")).sigmoid().tolist(), abs=1e-5)
         assert "makes no vectors: it scores texts alone" in served.refusal("/v1/embeddings", input="w5")
         assert "Send pairs to /v1/rerank" in served.refusal("/v1/completions", prompt="w5")
-        assert "text_2 has an empty text" in served.refusal("/v1/score", text_1="w5", text_2="")
+        long = served.refusal("/v1/rerank", query="w5", documents=["w6", "w7 " * 80])
+        assert "an item of documents has 84; shorten it" in long
+        empty = served.post("/v1/score", text_1="w5", text_2="")["data"][0]["score"]
+        ids = torch.tensor([5, 5, 2, 2])
+        assert empty == pytest.approx(float(scored(model, ids, token_type_ids=types_of(ids)[None])[0]), abs=1e-5)
 
 
 def test_a_causal_model_becomes_a_reranker_by_two_tokens(tmp_path: Path) -> None:
@@ -419,6 +423,11 @@ def test_a_causal_model_becomes_a_reranker_by_two_tokens(tmp_path: Path) -> None
         assert (
             output.outputs.score == ranked.score == pytest.approx(float((logits[31] - logits[30]).sigmoid()), abs=1e-5)
         )
+    with Served(tmp_path, hf_overrides=overrides) as served:
+        scores = served.post("/v1/score", text_1="w20", text_2="w40 w41", use_activation=False)["data"]
+        assert scores[0]["score"] == pytest.approx(float(logits[31] - logits[30]), abs=1e-4)
+        answer = served.post("/v1/rerank", query="w20", documents=["w40 w41"], use_activation=False)
+        assert answer["results"][0]["relevance_score"] == scores[0]["score"]
     plain = overrides | {"is_original_qwen3_reranker": False}
     with LLM(str(tmp_path), dtype="float32", hf_overrides=plain, **ENGINE) as llm:
         (each,) = llm.classify(given([ids]), use_activation=False, progress=False)
