@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from engine.core.budget import Allowance
 from engine.core.config import SchedulerConfig
 from engine.core.errors import InvalidRequestError
 from engine.core.scheduling.scheduler import Scheduler
@@ -72,6 +73,29 @@ def test_a_prompt_waits_before_vectors_that_are_not_made_and_others_go_on(is_ato
     assert reached == [5] * 4 + [12] * 4 + [20] * 4
     assert ended == ["text", "seen"]
     check_scheduler(scheduler)
+
+
+def test_a_long_prompt_goes_on_beside_those_that_wait_for_vectors() -> None:
+    """And has the time of one long prompt: what waits is none of those that share it."""
+    config = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16)
+    scheduler, runner, shared = Scheduler(config), FakeRunner(config), list[int]()
+    scheduler.missing.has = lambda _: False
+    params, ended = SamplingParams(max_tokens=1), list[str]()
+    for name, spans in (("one", (Span(0, 20, b"1"),)), ("two", (Span(0, 20, b"2"),)), ("text", ())):
+        prompt = tuple(range(60 if name == "text" else 24))
+        scheduler.add(Request(request_id=name, prompt=prompt, params=params, arrival_s=0.0, spans=spans))
+    with pytest.MonkeyPatch.context() as patch:
+        long_s = Allowance.long_s
+        patch.setattr(
+            Allowance, "long_s", lambda each, long, now: (shared.append(len(long)), long_s(each, long, now))[1]
+        )
+        for step in range(4):
+            plan = scheduler.plan(float(step))
+            assert plan is not None
+            ended += [event.request_id for event in scheduler.commit(plan, runner.run(plan).wait(), float(step)).ends]
+    assert ended == ["text"]
+    assert set(shared) == {1}
+    assert list(scheduler.missing.digests) == [b"1", b"2"]
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,15 @@ class PromptPlan:
         """Add the chunks of long prompts; if a step would be empty, one whose blocks are loading."""
         self._allowance.release()
         # Some may have been preempted for others that were admitted.
-        if long := [seq for seq in self._long if seq.status is Status.PREFILL]:
+        if long := [seq for seq in self._long if seq.status is Status.PREFILL and not self._waits(seq)]:
             self._plan_long(long, now)
         elif not self._step.sequences and (delayed := [seq for seq in self._delayed if seq.status is Status.PREFILL]):
             self._plan_chunk(delayed[0])
+
+    def _waits(self, seq: Sequence) -> bool:
+        """Return whether a prompt has come to vectors that are not made yet."""
+        spans, start = seq.request.spans, seq.num_planned
+        return bool(spans) and self._missing.clip(spans, start, start + 1) == start
 
     def _plan_long(self, long: list[Sequence], now: float) -> None:
         allowance, seconds = self._allowance, self._allowance.long_s(long, now)
