@@ -278,8 +278,10 @@ def read_entry(entry: object, index: int) -> dict[str, Any]:
             hint = suggestion(str(key), [each.replace("_", "-") for each in own])
             raise ConfigError(f"{place} sets {key!r}, which is not a setting of one model{hint or '; remove it.'}")
         found |= expand(DECLARED, name, value)
-    if isinstance(keeps := found.get("keep"), bool):
-        found["keep"] = [entry["model"]] if keeps else []
+    if "keep" in found:
+        if not isinstance(found["keep"], bool):
+            raise ConfigError(f"{place} has keep: {found['keep']!r}; it must be true or false.")
+        found["keep"] = [entry["model"]] * found["keep"]
     return found
 
 

@@ -117,6 +117,7 @@ def test_what_cannot_be_is_refused(folders: dict[str, Path], words: tuple[str, .
         ("{port: 1}", "must be a model, or a mapping with a key model"),
         ("{model: a, port: 1}", "which is not a setting of one model"),
         ("{model: a, max-model-lem: 1}", "did you mean max-model-len"),
+        ("{model: a, keep: b}", "has keep: 'b'; it must be true or false."),
         ("{model: a, max-model-len: none}", "--max-model-len is 'none' (set by models, item 1)"),
     ],
 )
