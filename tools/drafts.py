@@ -1,4 +1,4 @@
-"""Measures what an MTP head gains: engines with and without it, in this process, in turns over the same requests.
+"""Measures what drafts gain: engines with and without it, in this process, in turns over the same requests.
 
     python -m tools drafts --write FOLDER --shape 0.8b
     python -m tools drafts --num-seqs 1 8 32 --temperatures 0 1 -- FOLDER
@@ -8,7 +8,10 @@ rings: a ring's embeddings are one row of signs, shifted by one place from token
 one, so that the ring's next token is the likeliest; those of other layers add nothing. The head has the same MLP, and
 one that shifts by two places after every fifth token. All other matrices are random, and all are multiplied.
 
-Tokens a second are over decode steps and prompts; CPU seconds are of all threads, which matter on a busy machine. Tokens
+`--text edit` asks for a piece of code once more with another name in it, `--text loop` for one more call of a tool like
+those of the conversation so far; both need a model that copies. Random ids are followed by a text that repeats nothing.
+
+Tokens a second count from when all have their first token; CPU seconds are of all threads, which matter on a busy machine. Tokens
 that differ from those without drafts end the run.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import json
 import random
 import shutil
@@ -23,7 +27,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,16 +35,22 @@ import numpy as np
 
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
+from engine.sources.model_source import find_model
+from engine.text.tokenizer import TextTokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from loadtest.arguments import positive_int
 from loadtest.engines import build
 from loadtest.errors import LoadtestError
 from loadtest.output import print_table, save_json
 from loadtest.peers.safetensors_file import Entry, write_safetensors
+from server.settings.flags import load_settings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _VOCAB, _HEAD_DIM, _STATE_DIM = 248320, 256, 128
+_CALL = """{{"name": "read_status", "arguments": {{"service": "{name}-{number}", "fields": ["state", "uptime", "errors"]}}}}
+{{"state": "running", "uptime": {number}41, "errors": []}}"""
 _GAIN, _LOGIT = 8.0, 16.0  # of the shifted stream; of the likeliest token, when the others' are near 0
 
 
@@ -211,6 +221,24 @@ class Figures(NamedTuple):
     tokens: dict[str, list[int]]
 
 
+@cache
+def _tokenizer(settings: tuple[str, ...]) -> TextTokenizer:
+    return load_tokenizer(find_model(load_settings(settings).model).path)
+
+
+def _prompt(options: argparse.Namespace, rng: random.Random, vocab_size: int) -> tuple[int, ...]:
+    if options.text == "random":
+        return tuple(rng.randrange(vocab_size) for _ in range(options.prompt))
+    name = "".join(rng.choices("abcdefghijklmnop", k=6))
+    if options.text == "edit":
+        code = inspect.getsource(rng.choice((write, run, add_options, _drive, _compare)))
+        text = f"{code}\n\n# The same code, where options is renamed {name}:\n\n{code.replace('options', name)[:80]}"
+    else:
+        calls = [_CALL.format(name=name, number=number) for number in range(rng.randrange(3, 9))]
+        text = "\n".join(calls) + '\n{"name": "'
+    return tuple(_tokenizer(tuple(options.settings)).encode(text, add_special_tokens=True))
+
+
 def _drive(engine: Engine, num_seqs: int, temperature: float, seed: int, options: argparse.Namespace) -> Figures:
     """Answer `num_seqs` requests at once."""
     rng, tokens, stats = random.Random(seed), defaultdict[str, list[int]](list), engine.stats
@@ -221,15 +249,17 @@ def _drive(engine: Engine, num_seqs: int, temperature: float, seed: int, options
 
     engine._deliver = take  # noqa: SLF001 - the loop's own body, without its thread
     drafted, accepted = stats.spec_draft_tokens, stats.spec_accepted_tokens
-    begun, begun_cpu = time.perf_counter(), time.process_time()
-    for index in range(num_seqs):
-        prompt = tuple(rng.randrange(1000, 200_000) for _ in range(options.prompt))
+    prompts = [_prompt(options, rng, engine.facts.vocab_size) for _ in range(num_seqs)]
+    for index, prompt in enumerate(prompts):
         name = f"{temperature}-{seed}-{num_seqs}-{index}"
         params = SamplingParams(max_tokens=options.tokens, temperature=temperature, seed=index)
         engine.submit(Request(request_id=name, prompt=prompt, params=params, arrival_s=engine.clock()))
+    while len(tokens) < num_seqs:
+        engine._turn()  # noqa: SLF001
+    number = num_seqs * options.tokens - sum(map(len, tokens.values()))
+    begun, begun_cpu = time.perf_counter(), time.process_time()
     while sum(map(len, tokens.values())) < num_seqs * options.tokens:
         engine._turn()  # noqa: SLF001
-    number = num_seqs * options.tokens
     seconds, cpu = time.perf_counter() - begun, time.process_time() - begun_cpu
     spent = stats.spec_draft_tokens - drafted, stats.spec_accepted_tokens - accepted
     return Figures(number / seconds, number / cpu, *spent, dict(tokens))
@@ -241,6 +271,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="0.8b", help="of the checkpoint; default %(default)s")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="whose tokenizer's files are copied")
     parser.add_argument("--config", default='{"method": "mtp"}', metavar="JSON", help="default %(default)s")
+    parser.add_argument("--text", choices=("random", "edit", "loop"), default="random", help="default %(default)s")
     parser.add_argument("--num-seqs", type=positive_int, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
     parser.add_argument("--prompt", type=positive_int, default=64, metavar="TOKENS", help="default %(default)s")
@@ -255,8 +286,8 @@ def run(options: argparse.Namespace) -> int:
     if options.write:
         write(options.write, SHAPES[options.shape], options.tokenizer)
         return 0
-    plain = build([*options.settings, "--no-enable-prefix-caching"])
-    drafting = build([*options.settings, "--no-enable-prefix-caching", "--speculative-config", options.config])
+    plain = build(options.settings)
+    drafting = build([*options.settings, "--speculative-config", options.config])
     gc.freeze()
     found: dict[str, Any] = {}
     for num_seqs in options.num_seqs:

@@ -187,7 +187,7 @@ class Sequence:
         self.has_row = True
         seed, tables = self.samples[0].seed, tuple(map(tuple, self.kv.tables))
         fields = (self.slot, self.seq_id, self.num_prompt, self.params, seed, tuple(self.tokens), tables)
-        return RowStart(*fields, self.request.spans)
+        return RowStart(*fields, self.request.spans, self.first_names[0])
 
     @property
     def is_waiting(self) -> bool:

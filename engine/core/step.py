@@ -46,6 +46,7 @@ class RowStart(NamedTuple):
     ids: tuple[int, ...]  # all that are known
     tables: tuple[tuple[int, ...], ...]  # by group of layers, blocks in order; below 0 where a window has passed
     spans: tuple[Span, ...] = ()  # where vectors stand instead of ids
+    root: bytes = b""  # the name that its blocks begin with, which rows share that may share them; empty: none does
 
 
 class KnownId(NamedTuple):

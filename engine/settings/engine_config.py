@@ -243,7 +243,7 @@ class EngineConfig:
     speculative_config: str | Mapping[str, Any] | None = _scheduling(
         None,
         "JSON",
-        'draft tokens ahead, with vLLM\'s keys: {"method": "ngram"} from the text so far, "mtp" by the checkpoint\'s MTP layer, or {"model": PATH} by a smaller model or an EAGLE-3 draft',
+        'draft tokens ahead, with vLLM\'s keys: {"method": "ngram"} from the text so far, "suffix" from recent answers too, "mtp" by the checkpoint\'s MTP layer, or {"model": PATH} by a smaller model or an EAGLE-3 draft',
         unset="off",
     )
     enforce_eager: bool = _scheduling(
@@ -413,8 +413,8 @@ CONFLICTS = (
     ),
     _ranked(lambda c: c.num_loras, "and adapters are for models on one device"),
     _ranked(
-        lambda c: c.speculation is not None and c.speculation.method != "ngram",
-        "and of --speculative-config only the method ngram works with it",
+        lambda c: c.speculation is not None and not c.speculation.is_text,
+        "and of --speculative-config only the methods ngram and suffix work with it",
     ),
     _ranked(lambda c: c.swap_space, "and --swap-space holds the K/V of one device"),
     _ranked(lambda c: c.kv_offload_gib, "and --kv-offload-config keeps the K/V of one device"),

@@ -159,7 +159,7 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
     return values
 
 
-_KINDS = {"bool": "true or false", "int": "a whole number", "str": "a string"}
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}
 
 
 def check_type(flag: str, key: str, value: object, annotation: str) -> None:

@@ -16,6 +16,7 @@ from engine.settings.setting import check_type, read_object, unknown_key
 
 MAX_DRAFTS = 32
 DEFAULT_DRAFTS = 4
+_DEFAULT_DRAFTS = {"ngram": DEFAULT_DRAFTS, "suffix": 16}
 
 FLAG = "--speculative-config"
 
@@ -24,16 +25,24 @@ class Method(NamedTuple):
     """A way to draft. A method is one line of METHODS, and what engine/startup/speculation.py loads for it."""
 
     keys: tuple[str, ...]  # that it takes, beside `method` and `num_speculative_tokens`
+    is_text: bool = False  # nothing is loaded
     has_model: bool = False  # beside the one that is served
     check: str = ""  # place of the function that checks config.json of draft and target; "": a model like any other
 
 
 _MODEL = ("model", "revision", "quantization", "max_model_len")
+_SUFFIX = {  # the keys of the method suffix, each with its least and its greatest value
+    "suffix_decoding_max_tree_depth": (1, 64),
+    "suffix_decoding_max_cached_requests": (0, 100_000),
+    "suffix_decoding_max_spec_factor": (0.1, 32.0),
+    "suffix_decoding_min_token_prob": (0.0, 1.0),
+}
 METHODS = {
-    "ngram": Method(("prompt_lookup_min", "prompt_lookup_max")),
+    "ngram": Method(("prompt_lookup_min", "prompt_lookup_max"), is_text=True),
+    "suffix": Method(tuple(_SUFFIX), is_text=True),
     "draft_model": Method(_MODEL, has_model=True),
     "mtp": Method(("model", "max_model_len"), check="engine.runtime.models.config_file:check_mtp"),
-    "eagle3": Method(_MODEL, True, "engine.runtime.models.eagle3_config:check_eagle3"),
+    "eagle3": Method(_MODEL, has_model=True, check="engine.runtime.models.eagle3_config:check_eagle3"),
 }
 
 _CHOICES = f"{', '.join(METHODS)}, or name a model that drafts"
@@ -52,6 +61,10 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 0  # 0: likewise
     prompt_lookup_min: int = 2  # shortest n-gram that is searched for in the text so far
     prompt_lookup_max: int = 4  # longest, which is searched for first
+    suffix_decoding_max_tree_depth: int = 24  # the most tokens that a match is compared by
+    suffix_decoding_max_cached_requests: int = 10_000  # recent answers that are searched, too
+    suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token that matched
+    suffix_decoding_min_token_prob: float = 0.1  # the share of matches that agree with all drafts
     model: str | None = None
     revision: str | None = None
     quantization: str = "auto"
@@ -65,9 +78,11 @@ class SpeculativeConfig:
         values, hints = {}, []
         for key, value in given.items():
             if key in _TYPES:
+                if _TYPES[key] == "float" and type(value) is int:
+                    value = float(value)
                 check_type(FLAG, key, value, _TYPES[key])
-                if isinstance(value, int):
-                    _check_bounds(key, value, None if key == "max_model_len" else MAX_DRAFTS)
+                if not isinstance(value, str):
+                    _check_bounds(key, value, *_SUFFIX.get(key, (1, None if key == "max_model_len" else MAX_DRAFTS)))
                 values[key] = value
             elif key in _NO_EFFECT:
                 hints.append(f"{key} has no effect: {_NO_EFFECT[key]}")
@@ -83,6 +98,11 @@ class SpeculativeConfig:
                 f"{method or 'that of a draft model'}; leave it out."
             )
         return cls(**_filled(values), hints=tuple(hints))
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether drafts are found in texts: nothing is loaded or computed for them."""
+        return self.method in METHODS and METHODS[self.method].is_text
 
     def check_named(self) -> None:
         """Raise ConfigError if neither a method nor a draft is named, or not the draft that the method needs."""
@@ -114,9 +134,9 @@ _COMMON = ("method", "num_speculative_tokens")
 _TYPES = {field.name: str(field.type) for field in fields(SpeculativeConfig) if field.name != "hints"}
 
 
-def _check_bounds(key: str, value: int, most: int | None) -> None:
-    if value < 1 or (most is not None and value > most):
-        bounds = "at least 1" if most is None else f"from 1 to {most}"
+def _check_bounds(key: str, value: float, least: float, most: float | None) -> None:
+    if not value >= least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         raise ConfigError(f"{FLAG}: {key} is {value}; it must be {bounds}.")
 
 
@@ -148,9 +168,9 @@ def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(values)
     if "prompt_lookup_max" in values:
         filled.setdefault("prompt_lookup_min", min(2, values["prompt_lookup_max"]))
-        _check_bounds("prompt_lookup_min", filled["prompt_lookup_min"], values["prompt_lookup_max"])
+        _check_bounds("prompt_lookup_min", filled["prompt_lookup_min"], 1, values["prompt_lookup_max"])
     elif "prompt_lookup_min" in values:
         filled.setdefault("prompt_lookup_max", max(4, values["prompt_lookup_min"]))
-    if values["method"] == "ngram":
-        filled.setdefault("num_speculative_tokens", DEFAULT_DRAFTS)
+    if values["method"] in _DEFAULT_DRAFTS:
+        filled.setdefault("num_speculative_tokens", _DEFAULT_DRAFTS[values["method"]])
     return filled

@@ -27,6 +27,7 @@ from engine.runtime.native.library import native
 from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.settings.engine_config import EngineConfig
+from engine.settings.speculative_config import METHODS
 from engine.system.version import VERSION
 
 _DIGEST_BYTES = 20  # two models with one fingerprint take 2**80 attempts to make
@@ -40,7 +41,7 @@ class ModelContent:
     def __init__(self, config: EngineConfig) -> None:
         """Note the files as they are before they are loaded. Raises ModelLoadError."""
         drafts = config.speculation
-        self._method = drafts.method if drafts is not None and drafts.method not in ("ngram", "draft_model") else None
+        self._method = drafts.method if drafts is not None and METHODS[drafts.method].check else None
         asked = [config]
         if self._method is not None and drafts is not None and drafts.model is not None:
             asked.append(config.of_draft(drafts))

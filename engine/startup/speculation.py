@@ -27,8 +27,9 @@ from engine.runtime.pool.pool_size import resolve_kv_dtype
 from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.drafter import Drafter, UpToLength
 from engine.runtime.speculation.heads import Head
-from engine.runtime.speculation.ngram import NgramDrafter
+from engine.runtime.speculation.text_drafter import TextDrafter
 from engine.settings.engine_config import EngineConfig
+from engine.settings.speculative_config import SpeculativeConfig
 from engine.sources.draft_source import naming_draft
 
 
@@ -62,7 +63,7 @@ class Speculation:
         runner.speculate(drafter if self.asked.max_model_len is None else UpToLength(drafter, self.asked.max_model_len))
         points = (costs.plain[0], costs.checking[-1])
         costs_shown = ", ".join(f"{1e3 * cost:.3g} ms with {rows} rows" for rows, cost in points)
-        if self.asked.method != "ngram":
+        if not self.asked.is_text:
             costs_shown += f", a draft {1e3 * costs.drafting[0][1]:.3g} ms"
         shown = f"{self.asked.method}, up to {num_drafts} tokens at a time; a step takes {costs_shown}"
         report(Progress("speculation", shown))
@@ -73,7 +74,7 @@ class Speculation:
             assert runner.heads is not None, "build.py gives the runner this head"
             return runner.heads
         if self._model is None:
-            return NgramDrafter(self.asked.prompt_lookup_min, self.asked.prompt_lookup_max)
+            return self._text_drafter(self.asked)
         backend = load_backend(self._config.attention_backend, self._device)
         kv_cache = KVCache(
             self._model.states,
@@ -84,6 +85,17 @@ class Speculation:
             device=self._device,
         )
         return DraftModel(self._model, backend, kv_cache, settings, self._device)
+
+    def _text_drafter(self, asked: SpeculativeConfig) -> TextDrafter:
+        if asked.method == "ngram":
+            return TextDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max)
+        return TextDrafter(
+            min(2, asked.suffix_decoding_max_tree_depth),
+            asked.suffix_decoding_max_tree_depth,
+            factor=asked.suffix_decoding_max_spec_factor,
+            least=asked.suffix_decoding_min_token_prob,
+            num_answers=asked.suffix_decoding_max_cached_requests,
+        )
 
     @property
     def _kv_dtype(self) -> torch.dtype:
@@ -112,7 +124,7 @@ def load_speculation(
             if len(attends(model.states)) < len(model.states):
                 raise ConfigError(
                     f"{own.model} has layers with recurrent state, from which rejected drafts cannot be taken back; choose "
-                    "a draft model whose layers all attend, or the method mtp or ngram."
+                    "a draft model whose layers all attend, or the method mtp, ngram or suffix."
                 )
     if model is not None:
         asked.check_vocabulary(model.vocab_size, target.vocab_size)

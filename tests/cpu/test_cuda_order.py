@@ -28,7 +28,7 @@ from engine.runtime.models.load import load_model
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.drafter import Drafter
-from engine.runtime.speculation.ngram import NgramDrafter
+from engine.runtime.speculation.text_drafter import TextDrafter
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.model_driver import CPU, TinyModel, make_runner, request, serve, settings, state_blocks
 from tests.cpu.test_constraint import END, StepGrammar
@@ -130,7 +130,7 @@ def recurrent(device: torch.device) -> Said:
     sizes = {"num_blocks": 20 + 4 * size, "state_blocks": size, "max_num_batched_tokens": 24, "max_model_len": 32}
     config = settings(**sizes, max_num_seqs=3, num_speculative_tokens=2)
     runner = make_runner(model, config, "torch", device=device)
-    runner.speculate(NgramDrafter(1, 2))
+    runner.speculate(TextDrafter(1, 2))
     asked = [request(f"r{i}", prompt, max_tokens=6) for i, prompt in enumerate(PROMPTS[:3])]
     served = serve(model, config, asked, apart=1, runner=runner)
     runner.close()
@@ -141,7 +141,7 @@ RUNS: dict[str, Callable[[torch.device], Said]] = {
     "overlapped": lambda device: answers(device, depth=1),
     "one by one": answers,
     "ahead": ahead,
-    "n-gram drafts": lambda device: answers(device, drafter=lambda _: NgramDrafter(1, 3)),
+    "n-gram drafts": lambda device: answers(device, drafter=lambda _: TextDrafter(1, 3)),
     "a draft model": lambda device: answers(device, drafter=draft_model),
     "recurrent states": recurrent,
 }

@@ -33,7 +33,7 @@ from engine.loop import Engine
 from engine.runtime.execution import runner as runner_module
 from engine.runtime.execution.image_rows import ImageVectors
 from engine.runtime.models.load import load_mtp
-from engine.runtime.speculation.ngram import NgramDrafter
+from engine.runtime.speculation.text_drafter import TextDrafter
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from engine.text.images.preprocessor import ImagePreprocessor
@@ -149,14 +149,14 @@ def test_no_image_is_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ids, _ = PROMPTS[0]
     before = ids[ids.index(PLACE) - 1]
     drafted: list[list[int]] = []
-    draft = NgramDrafter.draft
+    draft = TextDrafter.draft
 
     def note(*given: Any) -> dict[int, list[int]]:
         drafts = draft(*given)
         drafted.extend(drafts.values())
         return drafts
 
-    monkeypatch.setattr(NgramDrafter, "draft", note)
+    monkeypatch.setattr(TextDrafter, "draft", note)
     kept: list[int] = []
     with_drafts = runner_module.with_drafts
 
@@ -166,7 +166,7 @@ def test_no_image_is_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(runner_module, "with_drafts", keep)
     runner = runner_of(found, config)
-    runner.speculate(NgramDrafter(1, 3))
+    runner.speculate(TextDrafter(1, 3))
     asked = ask("a", ids, logit_bias=((before, 1000.0),), max_tokens=6)
     assert serve(found.model, config, [asked], runner=runner).ids["a", 0] == [before] * 6
     assert PLACE in {token for each in drafted for token in each}

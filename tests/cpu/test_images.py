@@ -37,7 +37,7 @@ from engine.runtime.models.tower_ops import TowerOps
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import FLOAT_FORMATS
 from engine.runtime.pool.groups import group_layers
-from engine.runtime.speculation.ngram import NgramDrafter
+from engine.runtime.speculation.text_drafter import TextDrafter
 from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
@@ -525,7 +525,7 @@ def test_beams_and_drafts_go_on_behind_images(folder: Path) -> None:
     )
     assert searched.ids["a", 0] == beams
     runner = runner_of(found, drafting := replace(config, num_speculative_tokens=3))
-    runner.speculate(NgramDrafter(1, 3))
+    runner.speculate(TextDrafter(1, 3))
     [plain] = expected(found, 1, max_new_tokens=24)
     drafted = serve(found.model, drafting, [ask("b", ids, max_tokens=24)], runner=runner)
     assert drafted.ids["b", 0] == plain

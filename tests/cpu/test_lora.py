@@ -27,7 +27,7 @@ from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
 from engine.runtime.pool.kv_cache import KVCache
-from engine.runtime.speculation.ngram import NgramDrafter
+from engine.runtime.speculation.text_drafter import TextDrafter
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from tests.cpu import test_models_families as families
@@ -295,7 +295,7 @@ def test_text_is_the_same_alone_busy_chunked_preempted_swapped_and_drafted(tmp_p
     for depth, (name, config) in enumerate(regimes.items()):
         scheduler, runner = Scheduler(config), make_runner(model, config)
         if config.num_speculative_tokens:
-            runner.speculate(NgramDrafter(1, 4))
+            runner.speculate(TextDrafter(1, 4))
         served = serve(model, config, asked, depth=depth % 2, apart=1, scheduler=scheduler, runner=runner)
         assert served.ids == alone, name
         assert scheduler.stats.prefix_hit_tokens > 0, "requests of one adapter do share"

@@ -18,7 +18,7 @@ from engine.runtime.kv_layout import Pieces, RecurrentSpec
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.pool.states import place_states
 from engine.runtime.speculation.drafter import Drafter
-from engine.runtime.speculation.ngram import NgramDrafter
+from engine.runtime.speculation.text_drafter import TextDrafter
 from engine.settings.engine_config import EngineConfig
 from engine.startup.speculation import load_speculation
 from tests.cpu import test_weights_gguf as gguf
@@ -121,7 +121,7 @@ def test_right_and_wrong_drafts_change_no_answer(
     assert before.stats.preemptions > 0 or sampling or regime not in ("tiny_pool", "swapping")
     futures = [[*prompts[int(name[1:])], *ids] for (name, _), ids in plain.ids.items()]
     prophets = [lambda _: Prophet(futures), lambda _: Prophet(futures, is_wrong_at=())]
-    for make in (*prophets, lambda _: NgramDrafter(1, 3), lambda config: draft_model(config, Attending())):
+    for make in (*prophets, lambda _: TextDrafter(1, 3), lambda config: draft_model(config, Attending())):
         served, scheduler = run(make)
         assert served.ids == plain.ids
         assert scheduler.stats.spec_accepted_tokens > 10 or make not in prophets

@@ -28,7 +28,7 @@ from engine.runtime.pool.groups import TILE_KEYS
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.drafter import Drafter, KnownPositions
-from engine.runtime.speculation.ngram import NgramDrafter, continuation
+from engine.runtime.speculation.text_drafter import TextDrafter, continuation
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.text.tokenizer_files import load_tokenizer
@@ -133,7 +133,7 @@ def logprobs(served: Served) -> dict[tuple[str, int], list[float]]:
 def test_answers_are_the_same_with_and_without_drafts(name: str, regime: str) -> None:
     sampling = ASKED[name]
     plain = plainly(name)
-    for drafter in (Prophet(futures(plain)), NgramDrafter(1, 3)):
+    for drafter in (Prophet(futures(plain)), TextDrafter(1, 8, least=0.1, num_answers=9)):
         served, scheduler = run(sampling, drafter, **REGIMES[regime])
         assert served.ids == plain.ids
         for key, events in served.events.items():
@@ -201,32 +201,93 @@ def test_closing_the_runner_closes_the_drafter() -> None:
 # -- prompt lookup -----------------------------------------------------------------------------------------------------
 
 
-def by_hand(text: list[int], shortest: int, longest: int, num: int) -> list[int]:
-    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
-        for end in range(len(text) - 1, size - 1, -1):
-            if text[end - size : end] == text[-size:]:
-                longer = list(text)
-                while len(longer) < len(text) + num:
-                    longer.append(longer[end - len(text) + len(longer)])
-                return longer[len(text) :]
-    return []
+def by_hand(
+    texts: list[list[int]], shortest: int, longest: int, num: int, factor: float, least: float
+) -> tuple[int, list[int]]:
+    """Return how many places match, and the tokens that followed most of them; -1 ends every text but the last."""
+    own = texts[-1]
+    for size in range(min(longest, len(own) - 1), shortest - 1, -1):
+        rows = []
+        for text in texts:
+            for end in range(size, len(text)):
+                if text[end - size : end] == own[-size:]:
+                    longer = list(text) if text is own else [*text, *[-1] * num]
+                    while len(longer) < len(text) + num:
+                        longer.append(longer[end - len(text) + len(longer)])
+                    rows.append(longer[end : end + max(1, int(min(num, size * factor)))])
+        if rows:
+            break
+    else:
+        return 0, []
+    drafts: list[int] = []
+    agreeing = rows
+    for place in range(len(rows[0])):
+        counts = Counter(row[place] for row in agreeing)
+        token = next(row[place] for row in reversed(agreeing) if counts[row[place]] == max(counts.values()))
+        agreeing = [row for row in agreeing if row[place] == token]
+        if token == -1 or len(agreeing) < least * len(rows):
+            break
+        drafts.append(token)
+    return len(rows), drafts
 
 
-def test_a_continuation_is_what_followed_the_longest_match() -> None:
-    rng = random.Random(2)
-    num_found = 0
-    for _ in range(600):
-        text = [rng.randrange(rng.choice([2, 5, 40])) for _ in range(rng.randrange(1, 60))]
+def test_a_continuation_is_what_followed_the_longest_matches_most_often() -> None:
+    rng, found = random.Random(2), Counter[str]()
+    for _ in range(800):
+        num_ids = rng.choice([2, 5, 40])
+        texts = [[rng.randrange(num_ids) for _ in range(rng.randrange(1, 60))] for _ in range(rng.randrange(1, 4))]
+        for text in texts[:-1]:
+            text.append(-1)
         shortest = rng.randrange(1, 4)
-        longest, num = shortest + rng.randrange(3), rng.randrange(1, 7)
-        expected = by_hand(text, shortest, longest, num)
-        assert continuation(np.array(text, np.int32), shortest, longest, num) == expected
-        num_found += bool(expected)
-    assert 100 < num_found < 600
+        asked = (
+            shortest,
+            shortest + rng.randrange(9),
+            rng.randrange(1, 7),
+            rng.choice([0.5, 1.0, 9.0]),
+            rng.random() / 2,
+        )
+        num_places, expected = by_hand(texts, *asked)
+        assert continuation([np.array(text, np.int32) for text in texts], *asked) == expected
+        found += Counter(places=bool(num_places), several=num_places > 1, drafts=bool(expected))
+    assert 200 < found["several"] < found["places"] < 800
+    assert 100 < found["drafts"] < found["places"]
+
+
+def test_of_very_many_places_the_latest_that_match_longest_count() -> None:
+    text = [7, 8, 1, 3, *[8, 2] * 400, 7, 8]
+    assert continuation([np.array(text, np.int32)], 1, 4, 2) == [1, 3]
+
+
+def test_answers_are_shared_where_blocks_are() -> None:
+    """An answer of its own kind is found when its slot begins another text; one of another owner or of none is not."""
+    drafter, rows, config = TextDrafter(2, 8, num_answers=2), Rows(), settings()
+
+    def answer(seq_id: int, root: bytes, answer: list[int], *, slot: int = 0) -> list[int]:
+        """Begin a row with the prompt [1, 2], let it answer, and return what is drafted behind that."""
+        plan = warm_up_plan(config, 1, 1)
+        row = plan.rows[0]._replace(slot=slot, seq_id=seq_id, num_prompt=2, ids=(1, 2), root=root)
+        plan = plan._replace(rows=(row,), chunks=(plan.chunks[0]._replace(slot=slot),))
+        slices = rows.follow(plan)
+        drafter.draft(plan, slices)
+        slices[0].tokens.extend(answer)
+        return drafter.draft(StepPlan(0, drafts=((0, 9),)), slices).get(0, [])
+
+    assert answer(1, b"a", [5, 6, 7, 8]) == []
+    assert answer(2, b"b", [5, 6]) == []
+    assert answer(3, b"", [5, 6]) == []
+    assert answer(4, b"a", [4, 5, 6]) == [7, 8]
+    assert answer(5, b"a", [5, 6, 9], slot=1) == []
+    assert answer(4, b"a", [4, 5, 6]) == [7, 8], "the same sequence begins again after a preemption"
+    assert answer(6, b"", [5, 6]) == []
+    assert answer(7, b"a", [0, 0, 6, 9], slot=1) == [], "an answer ends where it ended"
+    assert answer(8, b"a", [7, 8], slot=1) == [], "of three answers two are kept"
+    assert answer(9, b"a", [5, 6], slot=2) == [9]
+    drafter.close()
+    assert answer(11, b"a", [5, 6], slot=1) == []
 
 
 def test_a_slot_that_changes_hands_begins_a_text() -> None:
-    drafter = NgramDrafter(1, 3)
+    drafter = TextDrafter(1, 3)
     for seq_id, tokens, expected in ((1, [9, 8, 7, 9], {0: [8, 7]}), (2, [1, 2, 1], {0: [2, 1]})):
         (piece,) = Rows().follow(warm_up_plan(settings(), 1, 1))
         piece = piece._replace(seq_id=seq_id, tokens=tokens)
@@ -396,7 +457,7 @@ def test_the_default_model_says_the_same_to_the_last_bit() -> None:
     sizes = {"max_num_batched_tokens": 48, "block_size": 16}
     plain = serve(model, settings(**sizes), asked)
     config = settings(**sizes, num_speculative_tokens=4)
-    for drafter in (NgramDrafter(1, 4), draft_model(config, model)):
+    for drafter in (TextDrafter(1, 4), draft_model(config, model)):
         runner, scheduler = make_runner(model, config), Scheduler(config)
         runner.speculate(drafter)
         served = serve(model, config, asked, runner=runner, scheduler=scheduler)

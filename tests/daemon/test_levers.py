@@ -217,9 +217,9 @@ def test_float32(in_float32: tuple[str, str]) -> None:
     assert in_float32[0].startswith(" 5")
 
 
-@pytest.mark.parametrize("method", ["ngram", "model"])
+@pytest.mark.parametrize("method", ["suffix", "model"])
 def test_drafts_change_no_text(method: str, in_float32: tuple[str, str]) -> None:
-    draft = {"method": "ngram"} if method == "ngram" else {"model": find_model(None).path, "quantization": "gguf"}
+    draft = {"method": method} if method == "suffix" else {"model": find_model(None).path, "quantization": "gguf"}
     drafting = ("--speculative-config", json.dumps({**draft, "num_speculative_tokens": 3}))
     with serve(*IN_FLOAT32, *drafting) as daemon:
         assert daemon.text(REPETITIVE, **LONGER) == in_float32[1]

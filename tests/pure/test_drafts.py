@@ -215,14 +215,14 @@ def test_draws_stand_up_to_the_first_that_differs() -> None:
     [
         ("{", "which is not JSON"),
         ("3", "it must be a JSON object"),
-        ({}, "method is missing; choose one of ngram, draft_model"),
-        ({"num_speculative_tokens": 3}, "method is missing; choose one of ngram, draft_model"),
+        ({}, "method is missing; choose one of ngram, suffix, draft_model"),
+        ({"num_speculative_tokens": 3}, "method is missing; choose one of ngram, suffix, draft_model"),
         *(
             (
                 {"method": method, "model": "m"},
                 f"method is '{method}', which Quire does not serve; choose one of ngram, ",
             )
-            for method in ("suffix", "eagle", "dflash", "dspark", "extract_hidden_states", "custom_class", "medusa")
+            for method in ("eagle", "dflash", "dspark", "extract_hidden_states", "custom_class", "medusa")
         ),
         ({"method": "ngram", "prompt_lookup": 3}, "has no key 'prompt_lookup'; did you mean 'prompt_lookup_"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be from 1 to 32"),
@@ -236,6 +236,10 @@ def test_draws_stand_up_to_the_first_that_differs() -> None:
         ),
         ({"method": "ngram", "model": "m"}, "model is for the method draft_model"),
         ({"method": "draft_model"}, "needs a model"),
+        ({"method": "ngram", "suffix_decoding_max_tree_depth": 24}, "_max_tree_depth is for the method suffix"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 65}, "_max_tree_depth is 65; it must be from 1 to 64"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": float("nan")}, "is nan; it must be from 0.0 to 1.0"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": "1"}, "_spec_factor is '1'; it must be a number"),
         ({"model": "m", "prompt_lookup_max": 3}, "prompt_lookup_max is for the method ngram"),
         ({"method": "ngram", "max_model_len": 9}, "max_model_len is for the method draft_model"),
         ({"model": "m", "max_model_len": 0}, "max_model_len is 0; it must be at least 1"),
@@ -250,7 +254,6 @@ def test_draws_stand_up_to_the_first_that_differs() -> None:
                 ("synthetic_acceptance_rates", [0.5], "it accepts drafts that change answers"),
                 ("synthetic_acceptance_length", 2, "it accepts drafts that change answers"),
                 ("fly_window", 3, "it accepts drafts that change answers"),
-                ("suffix_decoding_max_tree_depth", 24, "it is for the method suffix; ngram drafts"),
             )
         ),
     ],
@@ -283,6 +286,14 @@ def test_what_is_left_out_has_a_default() -> None:
 )
 def test_vllms_spellings_of_one_configuration(asked: dict[str, object]) -> None:
     assert SpeculativeConfig.read(asked) == SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+
+
+def test_the_method_suffix_takes_vllms_keys() -> None:
+    keys = ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
+    asked = dict(zip([f"suffix_decoding_{key}" for key in keys], (8, 0, 2, 0.5), strict=True))
+    read = SpeculativeConfig.read({"method": "suffix", **asked})
+    assert {key: getattr(read, key) for key in asked} == asked
+    assert SpeculativeConfig.read({"method": "suffix"}).num_speculative_tokens == 16
 
 
 def test_a_key_without_effect_is_named() -> None:

@@ -78,7 +78,7 @@ def test_histories_are_the_same_at_any_depth(depth: int, windows: tuple[int, ...
         driver.check_streams(aborted)
         assert all(pickle.dumps(made) == written for made, written in noted)
         kinds = {type(part) for made, _ in noted for part in parts(made)}
-        assert {kind for kind in kinds if not issubclass(kind, tuple)} <= {int, SamplingParams}
+        assert {kind for kind in kinds if not issubclass(kind, tuple)} <= {int, bytes, SamplingParams}
 
 
 def decoding(num_prompt: int, num_seqs: int = 4, windows: tuple[int, ...] = ()) -> tuple[Scheduler, FakeRunner]:
