@@ -26,7 +26,7 @@ from loadtest.simulation.costs import DEFAULT_COSTS, StepCosts, Table
 from loadtest.simulation.trace import TraceRequest, to_request
 
 if TYPE_CHECKING:
-    from loadtest.fitted import Fitted
+    from loadtest.fitted import Fitted, FittedEncoder
     from loadtest.rates import Rates
 
 LEVELS = (1, 8, 32)  # requests at once
@@ -92,13 +92,15 @@ class Choice:
 def fit(options: argparse.Namespace) -> None:
     """Print what a model needs and gives."""
     from engine.settings.engine_config import EngineConfig
+    from loadtest.fitted import FittedEncoder
     from loadtest.fitted import read as read_model
     from loadtest.rates import product_rates
 
     model = read_model(EngineConfig(model=options.model, revision=options.revision))
     forms = {_FLOATS[model.own_kind] if model.is_plain else "as stored": (model, "")}
     if model.is_plain:
-        forms |= {name: (model.as_stored(kind), flags) for name, (kind, flags) in _CHOICES.items()}
+        others = list(_CHOICES.items())[: 1 if isinstance(model, FittedEncoder) else None]  # whose files are no Q4_K_M
+        forms |= {name: (model.as_stored(kind), flags) for name, (kind, flags) in others}
     kinds = {kind for form, _ in forms.values() for kind in form.kinds}
     process, free = _resident(), available_memory()
     rates = product_rates(kinds, _say, anew=options.measure)
@@ -135,9 +137,18 @@ def _resident() -> int:
     return int(read(Path("/proc/self/statm")).split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _choice(name: str, form: Fitted, flags: str, *, rates: Rates, room: int, lengths: tuple[int, int]) -> Choice:
+def _choice(
+    name: str, form: Fitted | FittedEncoder, flags: str, *, rates: Rates, room: int, lengths: tuple[int, int]
+) -> Choice:
     """Return what the model gives with its weights held so."""
+    from loadtest.fitted import Fitted
+
     rest = room - form.weight_bytes
+    if not isinstance(form, Fitted):
+        length = min(lengths[0], form.config.max_positions)
+        took = {num: form.seconds(rates, length, num) for num in LEVELS}
+        read = [Foreseen(num, form.config.max_positions, s, num * length / s) for num, s in took.items()]
+        return Choice(name, flags, form.weight_bytes, 0, rest > 0, read)
     pool = max(min(_POOL, rest // 4), 0)
     wanted = form.pool_bytes(min(_USUAL_CONTEXT, form.config.max_positions), LEVELS[1])
     if pool < wanted <= rest // 2:
@@ -170,8 +181,10 @@ def _best(choices: Sequence[Choice]) -> Choice | None:
     return fast[0] if fast else max(fitting, key=lambda each: each.foreseen[0].tokens_per_s, default=None)
 
 
-def _show(model: Fitted, choices: Sequence[Choice], best: Choice | None, process: int, free: int) -> None:
-    print(f"{model.name}: {len(model.config.layers)} layers, contexts up to {model.config.max_positions:,} tokens.")
+def _show(
+    model: Fitted | FittedEncoder, choices: Sequence[Choice], best: Choice | None, process: int, free: int
+) -> None:
+    print(f"{model.name}: {model.num_layers} layers, contexts up to {model.config.max_positions:,} tokens.")
     states = {
         f"{name} state of a sequence" if name == "recurrent" else f"K/V of 1,000 tokens, {name}": size
         * (1 if name == "recurrent" else 1000)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ from engine.runtime.kv_layout import RecurrentSpec, StateSpec, attends
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.models.config_file import is_encoder, servable
 from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.encoder import Encoder
+from engine.runtime.models.encoder_families import ENCODERS, EncoderConfig, read_encoder
 from engine.runtime.models.families import FAMILIES, read_config
 from engine.runtime.models.load import default_dtype
 from engine.runtime.pool.groups import LayerGroups, group_layers
@@ -35,6 +37,7 @@ from engine.runtime.pool.pool_size import PoolBudget, fit_pool
 from engine.runtime.pool.states import place_states
 from engine.runtime.schemes.linear import Scheme
 from engine.runtime.weights.checkpoint import open_checkpoint
+from engine.runtime.weights.encoder_names import plain_name
 from engine.runtime.weights.gguf import header_config
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import local_path
@@ -49,8 +52,12 @@ _AS_STORED = {2: "Q2_K", 3: "Q3_K", 4: "Q4_1", 8: "Q8_0"}  # kinds that are as f
 _STEP_S, _LAYER_S = 1.0e-3, 36e-6
 _STREAM, _STATE, _PAIR = 1200, 1.5, 0.6
 _STATE_BYTES, _KV_BYTES = 0.7, 1.15
+_ENCODER_STREAM, _ENCODER_PAIR = 600, 0.85  # of encoders, which also take a time a text, for Python
+_TEXT_S = 0.4e-3
 
 _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+_TABLES = ("words", "positions", "types", "distances")  # of an encoder
 
 Weights = Mapping[tuple[str, str], int]  # how many, by role and kind; roles: layers, experts, head, embedding
 
@@ -64,13 +71,11 @@ class StepSeconds(NamedTuple):
     pair_s: float
 
 
-@dataclass(frozen=True)
-class Fitted:
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
     """A model, known by its config, before its weights are read."""
 
     name: str
-    config: ModelConfig
-    states: Sequence[StateSpec]
     weights: Weights
     dtype: torch.dtype  # of what it computes
     is_plain: bool  # its weights are floats, and others can be made of them
@@ -89,6 +94,51 @@ class Fitted:
     def weight_bytes(self) -> int:
         """Return the bytes of the weights in memory, packed."""
         return round(sum(num * HELD[kind] for (_, kind), num in self.weights.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedEncoder(Weighed):
+    """A model that reads each text whole, and generates nothing."""
+
+    config: EncoderConfig
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers."""
+        return len(self.config.reaches)
+
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """Return nothing: no text leaves a state."""
+        return {}
+
+    def as_stored(self, kind: str) -> FittedEncoder:
+        """Return the model with another kind of matrices."""
+        return replace(
+            self, weights={(role, kind if role == "layers" else own): num for (role, own), num in self.weights.items()}
+        )
+
+    def seconds(self, rates: Rates, length: int, num: int) -> float:
+        """Return the seconds of so many texts of a length, in steps of as many as fit one."""
+        rows, hidden = length * num, self.config.hidden_size
+        products = sum(n * seconds(rates, kind, rows) for (role, kind), n in self.weights.items() if role == "layers")
+        seen = sum(length if reach is None else min(length, 2 * reach + 1) for reach in self.config.reaches)
+        floats = rows * (_ENCODER_STREAM * self.num_layers * hidden + _ENCODER_PAIR * 2 * hidden * seen)
+        steps_s = math.ceil(num / max(_MAX_NUM_BATCHED_TOKENS // length, 1)) * (_STEP_S + _LAYER_S * self.num_layers)
+        return products + floats * rates["F32"][-1] / AT[-1] + steps_s + num * _TEXT_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted(Weighed):
+    """A model that generates."""
+
+    config: ModelConfig
+    states: Sequence[StateSpec]
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers."""
+        return len(self.config.layers)
 
     def as_stored(self, kind: str) -> Fitted:
         """Return the model with another kind of weights: its own floats, INT8, or Q4_K as in a Q4_K_M file."""
@@ -156,7 +206,7 @@ class Fitted:
         """Return the seconds of steps."""
         multiply_s, byte_s = rates["F32"][-1] / AT[-1], rates["BF16"][0] / BYTES["BF16"]
         specs, state_bytes = attends(self.states), self.state_bytes.get("recurrent", 0)
-        stream = _STREAM * len(self.config.layers) * self.config.hidden_size
+        stream = _STREAM * self.num_layers * self.config.hidden_size
         state = _STATE * state_bytes / torch.float32.itemsize
         kv_bytes = sum(bytes_ for name, bytes_ in self.state_bytes.items() if name != "recurrent")
 
@@ -164,7 +214,7 @@ class Fitted:
             products = sum(
                 self._product(role, kind, weights, rates, num) for (role, kind), weights in self.weights.items()
             )
-            return _STEP_S + _LAYER_S * len(self.config.layers) + products + num * (stream + state) * multiply_s
+            return _STEP_S + _LAYER_S * self.num_layers + products + num * (stream + state) * multiply_s
 
         def samples(num: int) -> float:
             heads = ((kind, weights) for (role, kind), weights in self.weights.items() if role == "head")
@@ -192,7 +242,7 @@ class Fitted:
         return weights * used * seconds(rates, kind, num_rows * share / used)
 
 
-def read(config: EngineConfig) -> Fitted:
+def read(config: EngineConfig) -> Fitted | FittedEncoder:
     """Return a model by its small files; of a hub, nothing else is fetched. Raises ModelLoadError."""
     path = local_path(config.model)
     if path is None:
@@ -225,15 +275,22 @@ def _quiet(_: Progress) -> None:
 
 def _fitted(
     config: EngineConfig, hf: HFConfig, tensors: Sequence[TensorInfo] | None, folder: Path | None = None
-) -> Fitted:
-    hf = servable(hf, config.hf_overrides)
-    if is_encoder(hf.values) or hf.values.get("model_type") not in FAMILIES:
-        raise ModelLoadError(
-            f"{hf.source}: only decoders of Quire's own families are foreseen ({', '.join(FAMILIES)})."
-        )
-    own, device = read_config(hf.values, hf.source), torch.device("cpu")
+) -> Fitted | FittedEncoder:
+    hf, device = servable(hf, config.hf_overrides), torch.device("cpu")
     dtype = default_dtype(hf, device)
-    model = Decoder(own, served_len=_SERVED, dtype=dtype, device=device, scheme=Scheme())
+    made: Callable[..., Fitted | FittedEncoder]
+    own: ModelConfig | EncoderConfig
+    if is_encoder(hf.values):
+        own = read_encoder(hf)
+        loads = Encoder(own, served_len=_SERVED, dtype=dtype, device=device, scheme=Scheme()).loads
+        made = partial(FittedEncoder, config=own)
+    elif hf.values.get("model_type") in FAMILIES:
+        own = read_config(hf.values, hf.source)
+        model = Decoder(own, served_len=_SERVED, dtype=dtype, device=device, scheme=Scheme())
+        loads, made = model.loads, partial(Fitted, config=own, states=model.states)
+    else:
+        known = ", ".join([*FAMILIES, *ENCODERS])
+        raise ModelLoadError(f"{hf.source}: only Quire's own families are foreseen ({known}).")
     weights, kind, is_plain = Counter[tuple[str, str]](), _KINDS[dtype], tensors is None
     if tensors is not None:
         shapes = {each.name: (each.shape, Kind(each.kind).name) for each in tensors}
@@ -241,16 +298,18 @@ def _fitted(
         quantization = None if folder is None else read_quantization(hf, folder)
         if quantization is not None:
             kind, is_plain = _AS_STORED.get(quantization.default.bits if quantization.default else 0, "Q8_0"), False
-        shapes = {name: (shape, kind) for load in model.loads for name, shape in load.shapes.items()}
+        shapes = {name: (shape, kind) for load in loads for name, shape in load.shapes.items()}
     for name, (shape, stored) in shapes.items():
         if len(shape) > 1 and (role := _role(name, own)):
             is_float = stored in ("F16", "BF16") or (tensors is None and role in ("head", "embedding"))
             weights[role, _KINDS[dtype] if is_float else stored] += math.prod(shape)
-    return Fitted(config.model, own, model.states, weights, dtype, is_plain)
+    return made(name=config.model, weights=weights, dtype=dtype, is_plain=is_plain)
 
 
-def _role(name: str, config: ModelConfig) -> str:
+def _role(name: str, config: ModelConfig | EncoderConfig) -> str:
     """Return what a tensor is for, by its name in either format; "" for one that is not read."""
+    if isinstance(config, EncoderConfig):
+        return "embedding" if plain_name(name).partition(".")[0] in _TABLES else "layers"
     if name.startswith("blk.") and int(name.split(".")[1]) >= len(config.layers):
         return ""  # of the layers behind the last
     if "embed_tokens" in name or name.startswith(("token_embd", "per_layer_token_embd")):

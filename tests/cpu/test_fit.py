@@ -177,7 +177,7 @@ def test_of_a_gguf_file_of_a_hub_only_the_header_is_read(hub: FakeHub) -> None: 
 
 def test_what_is_not_foreseen_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1}))
-    with pytest.raises(ModelLoadError, match="only decoders of Quire's own families are foreseen"):
+    with pytest.raises(ModelLoadError, match="only Quire's own families are foreseen"):
         fit.read(EngineConfig(model=str(tmp_path)))
 
 
@@ -211,6 +211,27 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(one["tokens_per_s"] > 0 for each in found["choices"] for one in each["foreseen"])
     run(model, "--json", "--input-len", "5000")
     assert json.loads(capsys.readouterr().out)["choices"][0]["foreseen"][0]["context"] == 0, "longer than the model has"
+
+
+@pytest.mark.usefixtures("measured")
+def test_an_encoder_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has matrices, which can be int8, and tables, which cannot; more and longer texts take longer."""
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    values = {"model_type": "bert", **sizes, "num_attention_heads": 4, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found = fit.read(EngineConfig(model=str(tmp_path)))
+    assert isinstance(found, fit.FittedEncoder)
+    tables = 64 * (256 + 512 + 2)
+    assert found.weights == {("embedding", "F32"): tables, ("layers", "F32"): 2 * (4 * 64 * 64 + 2 * 64 * 96)}
+    assert found.weight_bytes - found.as_stored("INT8").weight_bytes == 3 * found.weights["layers", "F32"]
+    took = [found.seconds(RATES, length, num) for length, num in ((16, 1), (16, 2), (64, 2), (512, 2))]
+    assert took == sorted(took)
+    run(str(tmp_path), "--json", "--input-len", "1000")
+    best, narrow = json.loads(capsys.readouterr().out)["choices"]
+    assert (best["name"], narrow["flags"], best["pool_bytes"]) == ("float32", "--quantization int8", 0)
+    assert [each["context"] for each in best["foreseen"]] == [512] * 3
+    run(str(tmp_path))
+    assert "weights (float32) " in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.usefixtures("measured")
