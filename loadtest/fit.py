@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.core.errors import ConfigError
 from engine.core.types import Progress
 from engine.system.cache_folder import keep_foreseen
 from engine.system.host_limits import available_memory, read
@@ -97,9 +98,14 @@ def fit(options: argparse.Namespace) -> None:
     from loadtest.rates import product_rates
 
     model = read_model(EngineConfig(model=options.model, revision=options.revision))
+    is_encoder, most = isinstance(model, FittedEncoder), model.config.max_positions
+    asked = options.input_len + (0 if is_encoder else options.output_len)
+    if asked > most:
+        lengths = "--input-len is" if is_encoder else "--input-len and --output-len are together"
+        raise ConfigError(f"{lengths} {asked}, and contexts of {model.name} have at most {most} tokens; give less.")
     forms = {_FLOATS[model.own_kind] if model.is_plain else "as stored": (model, "")}
     if model.is_plain:
-        others = list(_CHOICES.items())[: 1 if isinstance(model, FittedEncoder) else None]  # whose files are no Q4_K_M
+        others = list(_CHOICES.items())[: 1 if is_encoder else None]  # whose files are no Q4_K_M
         forms |= {name: (model.as_stored(kind), flags) for name, (kind, flags) in others}
     kinds = {kind for form, _ in forms.values() for kind in form.kinds}
     process, free = _resident(), available_memory()
@@ -145,9 +151,8 @@ def _choice(
 
     rest = room - form.weight_bytes
     if not isinstance(form, Fitted):
-        length = min(lengths[0], form.config.max_positions)
-        took = {num: form.seconds(rates, length, num) for num in LEVELS}
-        read = [Foreseen(num, form.config.max_positions, s, num * length / s) for num, s in took.items()]
+        took = {num: form.seconds(rates, lengths[0], num) for num in LEVELS}
+        read = [Foreseen(num, form.config.max_positions, s, num * lengths[0] / s) for num, s in took.items()]
         return Choice(name, flags, form.weight_bytes, 0, rest > 0, read)
     pool = max(min(_POOL, rest // 4), 0)
     wanted = form.pool_bytes(min(_USUAL_CONTEXT, form.config.max_positions), LEVELS[1])

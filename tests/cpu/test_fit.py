@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.core.errors import ModelLoadError
+from engine.core.errors import ConfigError, ModelLoadError
 from engine.files import hf_config
 from engine.files.gguf_kinds import Kind
 from engine.runtime.native.library import native
@@ -209,8 +209,8 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["take"] == found["choices"][0]["name"], "it is fast enough"
     assert [each["num"] for each in found["choices"][0]["foreseen"]] == [1, 8, 32]
     assert all(one["tokens_per_s"] > 0 for each in found["choices"] for one in each["foreseen"])
-    run(model, "--json", "--input-len", "5000")
-    assert json.loads(capsys.readouterr().out)["choices"][0]["foreseen"][0]["context"] == 0, "longer than the model has"
+    with pytest.raises(ConfigError, match=r"are together 2049, and contexts of .* have at most 2048 tokens"):
+        run(model, "--input-len", "2000", "--output-len", "49")
 
 
 @pytest.mark.usefixtures("measured")
@@ -226,7 +226,9 @@ def test_an_encoder_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found.weight_bytes - found.as_stored("INT8").weight_bytes == 3 * found.weights["layers", "F32"]
     took = [found.seconds(RATES, length, num) for length, num in ((16, 1), (16, 2), (64, 2), (512, 2))]
     assert took == sorted(took)
-    run(str(tmp_path), "--json", "--input-len", "1000")
+    with pytest.raises(ConfigError, match=r"--input-len is 513, and contexts of .* have at most 512"):
+        run(str(tmp_path), "--input-len", "513")
+    run(str(tmp_path), "--json", "--input-len", "512")
     best, narrow = json.loads(capsys.readouterr().out)["choices"]
     assert (best["name"], narrow["flags"], best["pool_bytes"]) == ("float32", "--quantization int8", 0)
     assert [each["context"] for each in best["foreseen"]] == [512] * 3
