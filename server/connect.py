@@ -18,6 +18,7 @@ from difflib import unified_diff
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import httpx
 
@@ -221,6 +222,10 @@ def find_daemon(url: str, model: str | None) -> Daemon:
         raise ConfigError(f"{url} does not serve {name!r}; --model is one of {', '.join(cards)}.")
     if not cards[name]:
         raise ConfigError(f"{url} has not loaded {name!r}, so its context is not known yet; send it a request first.")
+    if '"is_generation":false' in daemon.ask("GET", f"/model_info?model={quote(name)}").text:
+        raise ConfigError(
+            f"{name!r} generates nothing, which programs ask for; --model is another of {', '.join(cards)}."
+        )
     return daemon._replace(model=name, context=cards[name])
 
 
@@ -314,5 +319,5 @@ def try_tool(daemon: Daemon) -> str:
             return f"A tool call was tried, and the model answered in words: {message.get('content')!r:.100}. Serve one that calls tools."
         called = message["tool_calls"][0]["function"]
         return f"A tool call was tried, and works: {called['name']}({called['arguments']})."
-    except (httpx.HTTPStatusError, ValueError, KeyError, IndexError) as error:
-        return f"A tool call was tried, and failed: {error} {answer.text:.300}"
+    except (httpx.HTTPStatusError, ValueError, KeyError, IndexError):
+        return f"A tool call was tried, and failed with {answer.status_code}: {answer.text:.300}"

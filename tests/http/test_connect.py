@@ -82,6 +82,12 @@ def test_a_model_that_is_not_loaded_has_no_context_yet(monkeypatch: pytest.Monke
     assert connect.find_daemon("http://quire", None).model == "near"
     with pytest.raises(ConfigError, match=r"has not loaded 'far'.*send it a request first"):
         connect.find_daemon("http://quire", "far")
+    # As /model_info of an embedder has it.
+    asked = {"/v1/models": json.dumps(cards), "/model_info?model=near": '{"is_generation":false}'}
+    request = httpx.Request("GET", "http://quire")
+    monkeypatch.setattr(Daemon, "ask", lambda _, __, path: httpx.Response(200, text=asked[path], request=request))
+    with pytest.raises(ConfigError, match=r"'near' generates nothing.*--model is another of far, near"):
+        connect.find_daemon("http://quire", None)
 
 
 def test_context_and_cap_are_the_daemons(live: Live, tmp_path: Path) -> None:
@@ -238,7 +244,7 @@ def test_a_key_is_named_and_never_written(
             'works: get_weather({"city": "Paris"}).',
         ),
         ({"content": "It rains."}, "the model answered in words: 'It rains.'. Serve one that calls tools."),
-        (None, "failed: 'message'"),
+        (None, "failed with 200: {"),
     ],
 )
 def test_how_a_tool_call_went(message: dict[str, Any] | None, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
