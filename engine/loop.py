@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.arbiter import Arbiter
 from engine.control import Control
-from engine.core.budget import SHARE, Beside
+from engine.core.budget import SHARE, Beside, image_share
 from engine.core.errors import (
     CopyError,
     DeviceLostError,
@@ -59,9 +59,6 @@ T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _GROWTH = 1.05  # of what a step of decodes is thought to take, at most, from one to the next
-_BESIDE = 0.6  # of a step of decodes, for work on an image beside so many streams: what varies makes that 1 at times
-_MANY = 8
-_MOST = 5  # of a step, beside fewer, whose steps cost nearly as much as theirs
 _LITTLE = 2
 _PIECE_S = 0.02  # of work that may pause, where no step runs: a message waits no longer
 
@@ -436,16 +433,13 @@ class Engine:
     def _beside_s(self, plan: StepPlan, seconds: float) -> float:
         """Return how long to work on an image behind a step.
 
-        Many streams wait at most twice as long for their next token. Few wait longer, but no longer in all: their requests
-        end as soon, and the image's request joins them sooner in steps that cost little more. A target ITL is kept as
-        with prompts. Behind a step that prompts make longer, an image has the share of a long prompt.
+        A target ITL is kept as with prompts. Behind a step that prompts make longer, an image has a share of what they take.
         """
         beside = self._beside or Beside(0.0, self.config.target_itl_s)
         if beside.target_itl_s is not None:
             return beside.prompts_s(seconds + beside.streams_s)
-        least_s = SHARE * (seconds if plan.chunks else self._decode_s)
-        share = min(_BESIDE * max(_MANY / len(plan.slots), 1) ** 2, _MOST)
-        return max((1 + share) * self._decode_s - seconds, least_s)
+        least_s = SHARE * (seconds - self._decode_s if plan.chunks else self._decode_s)
+        return max((1 + image_share(len(plan.slots))) * self._decode_s - seconds, least_s)
 
     def _count_leaks(self) -> None:
         """Count, without work, what is held all the same. A leak is a bug, but no reason to stop serving."""

@@ -3,7 +3,8 @@
 A prompt that fits one step is not held back: it delays running sequences once. A long prompt is paced, because each of
 its steps delays running sequences:
 
-    beside others    SHARE * n * n of what the step takes without long prompts, where n long prompts are running
+    beside others    SHARE * n * n of what the step takes without long prompts, where n long prompts are running;
+                     if one has images, at least as much as work on an image takes beside so many streams
     alone            ALONE * n times the fixed cost of a step: a request that arrives waits for the step that runs
 
 With a target ITL, all prompts of a step share the time it leaves, and nothing else holds them back. With a target TTFT,
@@ -37,6 +38,20 @@ _DECODES_SKIPPED = 8  # one step without prompts of so many is observed: they ar
 _FORGETTING = 0.993  # weight of the past at each observed step: of fewer than 140 steps the estimate is unsteady
 _LEAST_CHUNKS = 6  # steps with prompts, before the estimate is used
 _NUM_SWEEPS = 8  # over the costs at each observed step: 4 leave the first estimates 5 % off, 16 take twice the time
+
+
+_IMAGE = 0.6  # of a step of decodes, for an image beside so many streams: what varies makes that 1 at times
+_MANY = 8
+_MOST = 5  # of a step, beside fewer, whose steps cost nearly as much as theirs
+
+
+def image_share(num_streams: int) -> float:
+    """Return what an image may take beside streams, by its tower or by its prompt, as a part of a step of theirs.
+
+    Many streams wait at most twice as long for their next token. Few wait longer, but no longer in all: their requests end
+    as soon, and the image's request joins them sooner in steps that cost little more.
+    """
+    return min(_IMAGE * max(_MANY / num_streams, 1) ** 2, _MOST)
 
 
 class Beside(NamedTuple):
@@ -148,11 +163,11 @@ class StepTime:
         """Return the seconds that a chunk adds to a step that has prompts already."""
         return count * (self.costs.token_s + self.costs.context_s * (start + count / 2))
 
-    def tokens_within(self, seconds: float, start: int) -> float:
-        """Return how many positions can be added for `seconds`: the inverse of `chunk_s`."""
+    def tokens_within(self, seconds: float, start: int, each_s: float = 0.0) -> float:
+        """Return how many positions can be added for `seconds`, if each takes `each_s` more than `chunk_s` says."""
         if seconds <= 0 or seconds == inf:
             return max(seconds, 0.0)
-        slope = self.costs.token_s + self.costs.context_s * start
+        slope = self.costs.token_s + each_s + self.costs.context_s * start
         root = slope + sqrt(slope * slope + 2 * self.costs.context_s * seconds)
         return 2 * seconds / root if root > 0 else inf
 
@@ -241,8 +256,8 @@ class Allowance:
             least = least or not self.load.num_prompt_tokens
             seconds = self.seconds - self._budget.num_states * times.costs.state_s
             count = int(min(times.tokens_within(seconds, start), limit))
-            if spans and (num_vectors := count_vectors(spans, start, start + count)):
-                count = int(min(times.tokens_within(seconds - num_vectors * times.costs.vector_s, start), limit))
+            if spans and count_vectors(spans, start, start + count):
+                count = int(min(times.tokens_within(seconds, start, times.costs.vector_s), limit))
             limit = min(limit, max(count, least))
         return limit
 
@@ -264,8 +279,10 @@ class Allowance:
             return self.seconds
         if not others.num_decodes and not others.num_prompt_tokens:
             return min(ALONE * num_long * (costs.fixed_s + costs.chunked_s), self.seconds)
-        urgency = self._urgency(long, now)
-        share_s = max(SHARE * num_long**2, urgency / (1 - urgency)) * times.seconds(others)
+        urgency, share = self._urgency(long, now), SHARE * num_long**2
+        if others.num_decodes and any(seq.request.spans for seq in long):
+            share = max(share, image_share(others.num_decodes))
+        share_s = max(share, urgency / (1 - urgency)) * times.seconds(others)
         if not others.num_prompt_tokens:
             share_s = max(share_s - costs.chunked_s, costs.chunked_s)
         return min(share_s, self.seconds)

@@ -79,19 +79,19 @@ class PromptPlan:
         """Add the chunks of long prompts; if a step would be empty, one whose blocks are loading."""
         self._allowance.release()
         # Some may have been preempted for others that were admitted.
-        if long := [seq for seq in self._long if seq.status is Status.PREFILL and not self._waits(seq)]:
+        if long := [seq for seq in self._long if seq.status is Status.PREFILL and self._num_left(seq)]:
             self._plan_long(long, now)
         elif not self._step.sequences and (delayed := [seq for seq in self._delayed if seq.status is Status.PREFILL]):
             self._plan_chunk(delayed[0])
 
-    def _waits(self, seq: Sequence) -> bool:
-        """Return whether a prompt has come to vectors that are not made yet."""
-        spans, start = seq.request.spans, seq.num_planned
-        return bool(spans) and self._missing.clip(spans, start, start + 1) == start
+    def _num_left(self, seq: Sequence) -> int:
+        """Return how many positions of a prompt can be computed now: up to vectors that are not made yet."""
+        spans, start, stop = seq.request.spans, seq.num_planned, len(seq.tokens)
+        return (self._missing.clip(spans, start, stop) if spans else stop) - start
 
     def _plan_long(self, long: list[Sequence], now: float) -> None:
         allowance, seconds = self._allowance, self._allowance.long_s(long, now)
-        first, soonest = long[0], min(long, key=lambda seq: len(seq.tokens) - seq.num_planned)
+        first, soonest = long[0], min(long, key=self._num_left)
         if soonest is first:
             allowance.seconds = seconds
             self._plan_chunk(first, least=1)
