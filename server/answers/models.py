@@ -181,7 +181,8 @@ class Entry:
             if self.state is State.LOADING:
                 message = f"The model {self.name!r} is being loaded; send the request again in a moment."
                 raise ApiError(503, "model_loading", message, "model", "server_error")
-            message = f"The model {self.name!r} is not loaded; POST /v1/models/{self.name}/load, or ask it something."
+            hint = ", or ask it something" if self.config.models_autoload else ""
+            message = f"The model {self.name!r} is not loaded; POST /v1/models/{self.name}/load{hint}."
             raise ApiError(503, "model_not_loaded", self.error or message, "model", "server_error")
         return self.parts
 

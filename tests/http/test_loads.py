@@ -227,7 +227,9 @@ def test_an_operator_loads_and_unloads() -> None:
     with world.serving() as client:
         assert client.post("/v1/models/b/load").status_code == 401
         client.headers["authorization"] = "Bearer key"
-        assert world.ask("b").json()["error"]["code"] == "model_not_loaded"
+        error = world.ask("b").json()["error"]
+        assert error["code"] == "model_not_loaded"
+        assert error["message"].endswith("POST /v1/models/b/load."), "asking loads nothing"
         assert client.post("/v1/models/b/load").json() == {"value": "loaded"}
         assert text(world.ask("b")) == "hi"
         for _ in range(2):
