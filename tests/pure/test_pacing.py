@@ -64,13 +64,17 @@ def test_whoever_comes_while_a_long_prompt_is_alone_waits_for_no_long_step() -> 
 def test_the_prompt_of_an_image_has_the_share_of_a_tower() -> None:
     """A vector that costs as much as four ids does not make it a token a step."""
     num_steps = {}
-    for name, num_ids in (("text", 0), ("cheap", 1), ("dear", 4)):
+    for name, vector_s in (("text", 0.0), ("cheap", 0.0), ("dear", 3 * TOKEN_S)):
+        more_s = [0.0]  # of each token of a prompt
 
-        def cost(plan: StepPlan, num_ids: int = num_ids) -> float:
-            return seconds(plan) + max(num_ids - 1, 0) * TOKEN_S * sum(chunk.num_tokens for chunk in plan.chunks)
+        def cost(plan: StepPlan, more_s: list[float] = more_s) -> float:
+            return seconds(plan) + more_s[0] * sum(chunk.num_tokens for chunk in plan.chunks)
 
         world = World(8, cost=cost)
-        world.add("long", 2000, spans=(Span(0, 2000, b"a"),) if num_ids else ())
+        world.add("before", 2000)
+        world.until("before")
+        more_s[0] = vector_s
+        world.add("long", 2000, spans=() if name == "text" else (Span(0, 2000, b"a"),))
         num_steps[name] = len(taken := world.until("long"))
         assert name == "text" or max(taken[5:]) <= 2 * decode_s(8, 200), taken
     assert num_steps["cheap"] < 0.7 * num_steps["text"]
