@@ -70,7 +70,7 @@ class Worker:
         if device.type == "cuda":
             device = torch.device("cuda", start.rank)
             torch.cuda.set_device(device)
-        choose_kernels(config.cpu_kernels if device.type == "cpu" else "off")
+        choose_kernels(config.cpu_kernels if device.type == "cpu" else "off", is_portable=config.portable_bits)
         if (library := native()) is not None:
             library.use_threads(start.num_threads)  # the group spins only where each thread has a core
         self._device = device

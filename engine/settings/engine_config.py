@@ -137,6 +137,9 @@ class EngineConfig:
         "native kernels on a CPU; auto takes its best instruction set, off uses torch alone",
         choices=("auto", "off", "portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon_dot", "neon_bf16"),
     )
+    portable_bits: bool = _device(
+        False, "", "on a CPU, compute the same bits with every instruction set, in more time; needs native kernels"
+    )
     weights_cache: str | None = _device(
         None,
         "DIR",
@@ -371,6 +374,11 @@ CONFLICTS = (
     Conflict(
         lambda c: None not in (c.num_gpu_blocks_override, c.kv_cache_memory_bytes),
         "--num-gpu-blocks-override and --kv-cache-memory-bytes both size the KV pool; leave one of the two out.",
+    ),
+    Conflict(
+        lambda c: c.portable_bits and (c.cpu_kernels == "off" or c.model_impl == "transformers"),
+        "--portable-bits is what the native kernels compute, and --cpu-kernels or --model-impl leaves them out; leave one of "
+        "the two out.",
     ),
     Conflict(
         lambda c: c.speculation is not None and c.async_scheduling,

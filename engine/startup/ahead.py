@@ -134,7 +134,14 @@ def _open_kept(config: EngineConfig) -> PackedFile | None:
     """Return the file of packed weights in --weights-cache, found or to be written; None without that setting."""
     if config.weights_cache is None or not _packs(config) or config.tensor_parallel_size > 1:
         return None
-    facts = (config.dtype, config.quantization, config.load_format, config.cpu_kernels, config.speculative_config)
+    facts = (
+        config.dtype,
+        config.quantization,
+        config.load_format,
+        config.cpu_kernels,
+        config.portable_bits,
+        config.speculative_config,
+    )
     model = json.dumps([str(Path(config.model).resolve()), *facts, config.hf_overrides, config.mmproj], default=str)
     return PackedFile(Path(config.weights_cache).expanduser(), config.weights_cache_size, model)
 

@@ -311,7 +311,9 @@ def _prepare_device(config: EngineConfig, report: ReportProgress) -> tuple[torch
     if device.type == "cpu":
         if config.numa == "distribute" and config.tensor_parallel_size == 1 and (num_nodes := spread_pages()) > 1:
             report(Progress("memory", f"pages in turns on {num_nodes} nodes"))
-        load_kernels(config.cpu_kernels, report)
+        load_kernels(config.cpu_kernels, report, is_portable=config.portable_bits)
+    elif config.portable_bits:
+        raise ConfigError("--portable-bits is for CPUs, and --device is a GPU; leave it out, or set --device cpu.")
     else:
         choose_kernels("off")  # otherwise they would be compiled for nothing, at the first start on a machine
     _check_early(config, device)

@@ -85,7 +85,7 @@ def fingerprint(
     facts = {
         "quire": VERSION,
         "libraries": [torch.__version__, metadata.version("transformers")],
-        "kernels": None if library is None else [source_digest(), library.isa.name],
+        "kernels": None if library is None else [source_digest(), "any" if library.is_portable else library.isa.name],
         "content": content.facts(),
         "model_impl": config.model_impl,
         "dtype": dtype,

@@ -46,8 +46,8 @@ def _goes_past_tiles(item: pytest.Item) -> bool:
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     """The native library on one instruction set after the other, on one thread where a test does not ask for more."""
     if request.param is Isa.AMX and Isa.AMX not in machine_isas():
-        monkeypatch.setitem(native_library._loaded, Isa.AMX, tile_model())
-        monkeypatch.setitem(native_library._chosen, "setting", "amx")
+        monkeypatch.setitem(native_library._loaded, (Isa.AMX, False), tile_model())
+        monkeypatch.setattr(native_library, "_chosen", ("amx", False))
     else:
         choose_kernels(request.param.name.lower() if machine_isas() else "auto")
     loaded = native()

@@ -155,7 +155,7 @@ def test_a_file_that_is_no_library_is_not_used(monkeypatch: pytest.MonkeyPatch, 
     broken.write_bytes(b"not machine code")
     for module in (library, build):
         monkeypatch.setattr(module, "find_library", lambda *_: broken)
-    assert library._open(build.Isa.PORTABLE, lambda *_: None) is None
+    assert library._open(build.Isa.PORTABLE, False, lambda *_: None) is None
     assert build.machine_isas.__wrapped__() == ()
 
 
@@ -186,7 +186,7 @@ def test_kernels_that_this_machine_does_not_have_are_refused(
     with pytest.raises(ConfigError, match=r"'avx512bf16'\. This machine has no AVX512BF16; its best is AVX2"):
         library.choose_kernels("avx512bf16")
     monkeypatch.setattr(library, "machine_isas", tuple)
-    monkeypatch.setattr(library, "_loaded", {build.Isa.AVX2: None})
+    monkeypatch.setattr(library, "_loaded", {(build.Isa.AVX2, False): None})
     with pytest.raises(ConfigError, match="'avx2', but there are no native kernels"):
         library.choose_kernels("avx2")
     library.choose_kernels("off")

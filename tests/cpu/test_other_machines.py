@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from engine.runtime.models.load import load_model
-from engine.runtime.native import build
+from engine.runtime.native import build, library
 from engine.runtime.native.build import Isa
 from engine.runtime.native.library import native
 from engine.runtime.native.rows import StoredRows
@@ -161,11 +162,63 @@ def test_models_differ_by_rounding(
             torch.testing.assert_close(theirs, ours, atol=FLOATS[dtype], rtol=FLOATS[dtype])
 
 
-def record_models(recording: Recording, dtype: torch.dtype, path: Path, *, is_int8: bool) -> None:
+@pytest.fixture(scope="module")
+def portable_bits(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """What models compute here with --portable-bits."""
+    isa = build.best_isa()
+    if isa is None:
+        pytest.skip("no native library here")
+    [path] = portable_libraries([isa.name.lower()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(library._loaded, (isa, True), library.Library(str(path), isa, is_portable=True))
+        library.choose_kernels("auto", is_portable=True)
+        recording = Recording(native())
+        folder = tmp_path_factory.mktemp("portable")
+        record_models(recording, torch.float32, folder / "floats", is_int8=False)
+        record_models(recording, torch.float32, folder / "codes", is_int8=True, quantization="int8")
+        library.choose_kernels("auto")
+    return recording
+
+
+def portable_libraries(
+    isas: Sequence[str], compiler: str | None = None, machine: str = platform.machine()
+) -> list[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_FLAGS", QUICK)
+        patch.setattr(build, "source_digest", build.source_digest.__wrapped__)
+        names = [isa + build.PORTABLE_BITS for isa in isas]
+        return build.compile_libraries(compiler or build.find_compiler() or "cc", names, machine=machine)
+
+
+@pytest.mark.parametrize("kind", ["here", "arm"])
+def test_portable_bits_are_the_same_on_every_machine(portable_bits: Recording, kind: str, tmp_path: Path) -> None:
+    """All kinds of layers, with floats, and with bytes over a pool of bytes: the least instruction set and a middle one, and NEON under qemu."""
+    if kind == "here":
+        prefix, tools, machine = [str(tmp_path / "replay")], "cc", platform.machine()
+        isas = [isa.name.lower() for isa in build.machine_isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.NEON_DOT)]
+        build._run(build.find_compiler() or "cc", "-o", prefix[0], str(DRIVER))
+    else:
+        [[*prefix, _]] = programs(ARM, "max", tmp_path, [build.CHOOSER])
+        tools, machine, isas = ARM[0], "aarch64", ["neon_bf16"]
+    compiler = shutil.which(tools)
+    for isa, path in zip(isas, portable_libraries(isas, compiler, machine), strict=True):
+        found = portable_bits.replay([*prefix, str(path)], tmp_path / "image")
+        for ours, theirs in zip(portable_bits.results, found, strict=True):
+            assert torch.equal(ours, theirs), isa
+
+
+def record_models(
+    recording: Recording, dtype: torch.dtype, path: Path, *, is_int8: bool, quantization: str = "auto"
+) -> None:
     for name in ATTENDING if is_int8 else MODELS:
         folder = path / name
         save_tiny(CASES[name], folder)
-        model = load_model(EngineConfig(model=str(folder)), torch.device("cpu"), dtype, lambda progress: None)
+        model = load_model(
+            EngineConfig(model=str(folder), quantization=quantization),
+            torch.device("cpu"),
+            dtype,
+            lambda progress: None,
+        )
         size = state_blocks(model, 16)
         config = settings(num_blocks=20 + 4 * size, max_num_batched_tokens=25, block_size=16, state_blocks=size)
         runner = make_runner(model, config, kv_dtype=torch.int8 if is_int8 else None)

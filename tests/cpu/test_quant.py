@@ -336,7 +336,7 @@ def test_a_named_dtype_or_no_fast_kernels_dequantise(tmp_path: Path, monkeypatch
     path = write(tmp_path / "model.gguf", "llama", theirs.config, quantise(tensors))
     assert set(formats_of(load(path, dtype="float32"))) == {WeightFormat.F32}
     assert WeightFormat.F32 not in formats_of(load(path, dtype="auto"))
-    for library in (None, SimpleNamespace(isa=Isa.PORTABLE)):
+    for library in (None, SimpleNamespace(prefers_codes=False)):
         monkeypatch.setattr(load_module, "native", lambda library=library: library)
         assert set(formats_of(load(path, dtype="auto"))) == {WeightFormat.F32}
 

@@ -39,14 +39,16 @@ def _configure_allocator() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def load_kernels(setting: str, report: ReportProgress) -> None:
-    """Choose the native library of --cpu-kernels, compiled if need be, and report it."""
+def load_kernels(setting: str, report: ReportProgress, *, is_portable: bool = False) -> None:
+    """Choose the native library of --cpu-kernels and --portable-bits, compiled if need be, and report it."""
     detail = "compiling them for this machine, once"
     choose_kernels(
-        setting, lambda done, total: report(Progress("kernels", "" if done else detail, done, total, "files"))
+        setting,
+        lambda done, total: report(Progress("kernels", "" if done else detail, done, total, "files")),
+        is_portable=is_portable,
     )
-    library = native()
-    report(Progress("kernels", "torch's own" if library is None else f"native, {library.isa.name.lower()}"))
+    library, bits = native(), ", the same bits everywhere" * is_portable
+    report(Progress("kernels", "torch's own" if library is None else f"native, {library.isa.name.lower()}{bits}"))
 
 
 def share_threads(asked: int | None, model: CausalLM) -> None:

@@ -62,6 +62,7 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {  # of machines, and of their instr
         "neon_bf16": "-march=armv8.2-a+dotprod+i8mm+bf16",  # Neoverse V1 and N2
     },
 }
+PORTABLE_BITS = "-portable-bits"  # ends the names of libraries that compute the same bits on every instruction set
 _FLAGS = (
     "-O2",
     "-std=gnu11",
@@ -198,9 +199,12 @@ def _units(name: str, machine: str, scratch: Path) -> list[tuple[Path, str]]:
     if name == CHOOSER:
         return [(chooser, "")]
     layout.write_text(layout_source(), encoding="utf-8")
+    isa, is_portable, _ = name.partition(PORTABLE_BITS)
+    shared = "-DPORTABLE_BITS -ffp-contract=off" if is_portable else ""
+    own = f"{shared} {_OPTIONS.get(machine, {}).get(isa, '')}"
     kernels = sorted(_HERE.glob("kernels_*.c"), reverse=True)
     others = sorted({*_HERE.glob("*.c"), layout} - {*kernels, chooser})
-    return [(path, _OPTIONS.get(machine, {}).get(name, "")) for path in kernels] + [(path, "") for path in others]
+    return [(path, own) for path in kernels] + [(path, shared) for path in others]
 
 
 def _run(*command: str) -> None:

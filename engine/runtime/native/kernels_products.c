@@ -1,4 +1,5 @@
 /* Products with weights, for one instruction set. */
+#define LANES_ARE_ROWS
 #include "vec.h"
 
 #include "quant.h"

@@ -19,7 +19,7 @@ import torch
 
 from engine.core.errors import ComputeError, ConfigError, ModelLoadError
 from engine.runtime.native.arena import Arena
-from engine.runtime.native.build import Isa, OnCompiled, best_isa, find_library, machine_isas
+from engine.runtime.native.build import PORTABLE_BITS, Isa, OnCompiled, best_isa, find_library, machine_isas
 from engine.runtime.native.packed_file import PackedFile
 from engine.runtime.native.packer import Packer
 from engine.runtime.native.structs import check_layout, mirror, structure
@@ -173,9 +173,11 @@ SampleArgs = structure("sample_args", draws=c_char_p)
 class Library:
     """The loaded kernels; each method raises ComputeError if memory runs out."""
 
-    def __init__(self, path: str, isa: Isa) -> None:
+    def __init__(self, path: str, isa: Isa, *, is_portable: bool = False) -> None:
         """Raises OSError if the file cannot be loaded here, ConfigError for one of other structures."""
-        self.isa = isa
+        self.isa, self.is_portable = isa, is_portable  # the latter: its bits are those of all instruction sets
+        # Stored codes are multiplied as they are by default. The portable kernels take twice float32's time for 32 rows of bytes.
+        self.prefers_codes = isa > Isa.PORTABLE or is_portable
         self._functions = functions = ctypes.CDLL(path)
         self._kinds: dict[str, int] = {}
         check_layout(functions)
@@ -272,31 +274,33 @@ def _check(status: int, *_: object) -> None:
         raise ComputeError("A native kernel found no memory for its scratch space; lower --max-num-batched-tokens.")
 
 
-_chosen = {"setting": "auto"}
-_loaded: dict[Isa, Library | None] = {}
+_chosen: tuple[str, bool] = "auto", False
+_loaded: dict[tuple[Isa, bool], Library | None] = {}
 
 
 def native() -> Library | None:
     """Return the library, None if it is missing, switched off or unusable."""
-    return _load(_isa_of(_chosen["setting"]))
+    setting, is_portable = _chosen
+    return _load(_isa_of(setting), is_portable)
 
 
-def choose_kernels(setting: str, on_compiled: OnCompiled = lambda *_: None) -> None:
-    """Set the kernels that `native` returns, from --cpu-kernels, compiled if need be.
+def choose_kernels(setting: str, on_compiled: OnCompiled = lambda *_: None, *, is_portable: bool = False) -> None:
+    """Set the kernels that `native` returns, from --cpu-kernels and --portable-bits, compiled if need be.
 
     Raises ConfigError for an instruction set that this machine does not have.
     """
+    global _chosen  # noqa: PLW0603 - one setting of the process
     isa = _isa_of(setting)
     if isa is not None and isa not in (machine_isas() or [isa]):
         raise ConfigError(
             f"--cpu-kernels is {setting!r}. This machine has no {isa.name}; its best is {machine_isas()[-1].name}."
         )
-    if _load(isa, on_compiled) is None and setting not in ("auto", "off"):
+    if _load(isa, is_portable, on_compiled) is None and (is_portable or setting not in ("auto", "off")):
         raise ConfigError(
-            f"--cpu-kernels is {setting!r}, but there are no native kernels for this machine and no C compiler to make "
+            f"--cpu-kernels is {setting!r}{', with --portable-bits' * is_portable}, but there are no native kernels for this machine and no C compiler to make "
             "them; install one (cc, gcc or clang), or leave the setting out."
         )
-    _chosen["setting"] = setting
+    _chosen = setting, is_portable
 
 
 def _isa_of(setting: str) -> Isa | None:
@@ -305,20 +309,20 @@ def _isa_of(setting: str) -> Isa | None:
     return Isa[setting.upper()]
 
 
-def _load(isa: Isa | None, on_compiled: OnCompiled = lambda *_: None) -> Library | None:
+def _load(isa: Isa | None, is_portable: bool = False, on_compiled: OnCompiled = lambda *_: None) -> Library | None:
     if isa is None:
         return None
-    if isa not in _loaded:
-        _loaded[isa] = _open(isa, on_compiled)
-    return _loaded[isa]
+    if (isa, is_portable) not in _loaded:
+        _loaded[isa, is_portable] = _open(isa, is_portable, on_compiled)
+    return _loaded[isa, is_portable]
 
 
-def _open(isa: Isa, on_compiled: OnCompiled) -> Library | None:
-    path = find_library(isa.name.lower(), on_compiled)
+def _open(isa: Isa, is_portable: bool, on_compiled: OnCompiled) -> Library | None:
+    path = find_library(isa.name.lower() + PORTABLE_BITS * is_portable, on_compiled)
     if path is None:
         return None
     try:
-        library = Library(str(path), isa)
+        library = Library(str(path), isa, is_portable=is_portable)
     except (OSError, AttributeError) as error:
         _log.debug("no native kernels from %s: %s", path, error)
         return None

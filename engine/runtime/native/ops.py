@@ -130,7 +130,7 @@ class NativeLinear:
             num_bytes = library.quant_bytes(weight_format, num_outputs, num_inputs)
         codes = (weight_format, DTYPES[dtype], activation)
         kept = library.kept if arena is None and weight_format is not WeightFormat.INT8 else None
-        key = None if kept is None else kept.key((*codes, num_inputs, library.isa), parts)
+        key = None if kept is None else kept.key((*codes, num_inputs, library.isa, library.is_portable), parts)
         found = None if kept is None or key is None else kept.find(key, num_bytes)
         self._packed = (library.weights if arena is None else arena).take(num_bytes) if found is None else found
         if kept is not None and key is not None:

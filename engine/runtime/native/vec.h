@@ -1,6 +1,10 @@
 /* Vectors of the instruction set being compiled, in GCC/Clang vector extensions: W float32 lanes, NV vectors a tile.
  * The instruction set is what the compiler's options (build.py) let it use; without any, the compiler maps vectors of four to
- * SSE2, NEON or plain scalars. */
+ * SSE2, NEON or plain scalars.
+ *
+ * With PORTABLE_BITS every set computes the same bits: vectors whose lanes are summed have sixteen of them, without a set's own
+ * instructions, which the compiler makes of as many as it takes; pairs of bfloat16 are multiplied one by one; and no product is
+ * fused with a sum, by build.py's options. Products with weights keep their vectors, as their lanes are rows. */
 #ifndef QUIRE_VEC_H
 #define QUIRE_VEC_H
 
@@ -9,7 +13,9 @@
 
 #include "quire_cpu.h"
 
-#if defined(__AVX2__)
+#if defined(PORTABLE_BITS) && !defined(LANES_ARE_ROWS)
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__)
 #include <immintrin.h>
 #define X86_INTRINSICS
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -20,10 +26,10 @@
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 #define ARM_MATRIX
 #endif
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if !defined(PORTABLE_BITS) && (defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define BF16_DOT /* products of pairs of bfloat16 */
 #endif
-#if defined(__AMX_TILE__) || defined(TILE_MODEL)
+#if !defined(PORTABLE_BITS) && (defined(__AMX_TILE__) || defined(TILE_MODEL))
 #define TILES /* registers of sixteen rows (tiles.h) */
 #endif
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)

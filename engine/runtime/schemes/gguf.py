@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.runtime.native.build import Isa
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import NativeLinear, format_for, is_served_quantised
 from engine.runtime.schemes.linear import (
@@ -25,11 +24,8 @@ class GGUFScheme(Scheme):
 
     @classmethod
     def is_default(cls, here: Circumstances) -> bool:
-        """Return whether the file's rows are faster than floats, unless --dtype asks for these.
-
-        The portable kernels gain nothing from bytes: 8 bits take twice the time of float32 at 32 rows.
-        """
-        is_fast = here.library is not None and here.library.isa > Isa.PORTABLE
+        """Return whether the file's rows are faster than floats, unless --dtype asks for these."""
+        is_fast = here.library is not None and here.library.prefers_codes
         return is_fast and not here.is_dtype_named and cls.refusal(here) is None
 
     @classmethod

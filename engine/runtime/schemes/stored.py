@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from engine.runtime.cuda.available import has_fp8, has_triton
-from engine.runtime.native.build import Isa
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import format_for, is_served_quantised
 from engine.runtime.native.rows import RepackedRows
@@ -111,7 +110,7 @@ class StoredScheme(Scheme):
     @classmethod
     def is_default(cls, here: Circumstances) -> bool:
         """Return whether the weights of a quantised checkpoint are faster than floats; on a CPU --dtype asks for these."""
-        is_fast = here.library is not None and here.library.isa > Isa.PORTABLE and not here.is_dtype_named
+        is_fast = here.library is not None and here.library.prefers_codes and not here.is_dtype_named
         return (here.device.type != "cpu" or is_fast) and cls.refusal(here) is None
 
     @classmethod
