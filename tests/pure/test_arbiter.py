@@ -216,8 +216,8 @@ def test_a_step_that_pauses_goes_on_between_the_steps_of_others_and_ends_if_noth
     turn(targeted)
     turn(None)
     turn()
-    share_s = 2 * SHARE * 0.05  # nothing is known of how long the step takes
-    assert runner.asked == [pytest.approx(each) for each in (share_s, 0.08, 0.04, share_s)]
+    share_s = 1.2 * SHARE * 0.05  # nothing is known of how long the step takes
+    assert runner.asked == [pytest.approx(each) for each in (share_s, 0.048, 0.024, share_s)]
     assert runner.num_steps == 1
     assert engine.stats.step_s.sum == pytest.approx(sum(runner.asked[:3]))  # without the others' turns
     assert listener.ends["one", 0].finish_reason is FinishReason.LENGTH
