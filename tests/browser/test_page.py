@@ -70,7 +70,10 @@ def test_a_question_is_answered_with_its_figures_and_its_command(serve: Serve, o
     for part in ("/v1/chat/completions'", '"temperature":0,', '"seed":7', "Who goes '\\''there'\\''?"):
         assert part in command
     assert "Authorization" not in command
-    ask(page, "And now?")  # the history goes along, and the parrot repeats that too
+    card(page).get_by_role("combobox", name="Model").select_option("bird")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "And now?")  # the history goes along, and the parrot repeats that too
+    assert asked.value.post_data_json["model"] == "bird"
     expect(card(page).locator(".answer .text").nth(1)).to_have_text("Who goes 'there'?" * 2 + "And now?")
 
 
