@@ -53,8 +53,8 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Library]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "tiles":
             library = tile_model()
-            patch.setitem(native_library._loaded, Isa.AMX, library)
-            patch.setitem(native_library._chosen, "setting", "amx")
+            patch.setitem(native_library._loaded, (Isa.AMX, False), library)
+            patch.setattr(native_library, "_chosen", ("amx", False))
         yield library
 
 
