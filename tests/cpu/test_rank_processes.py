@@ -403,7 +403,7 @@ def test_a_rank_waits_for_the_others_before_it_opens_the_group(tmp_path: Path, m
         raise MetError
 
     for name in ("choose_kernels", "native"):
-        monkeypatch.setattr(worker, name, lambda *_: None)
+        monkeypatch.setattr(worker, name, lambda *_, **__: None)
     monkeypatch.setattr(worker, "_say", lambda **facts: done.extend(facts))
     monkeypatch.setattr(worker, "open_group", open_group)
     monkeypatch.setattr(worker.time, "sleep", sleep)

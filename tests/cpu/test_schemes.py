@@ -15,7 +15,6 @@ from torch import Tensor
 from engine.core.errors import ModelLoadError
 from engine.files.quant_config import QuantConfig
 from engine.runtime.models.load import choose_scheme
-from engine.runtime.native.build import Isa
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.linear import Bundle, Circumstances, Scheme
 from engine.runtime.weights.stored.formats import Storage
@@ -73,7 +72,7 @@ def test_a_scheme_is_one_class_and_one_line(name: str, tmp_path: Path, monkeypat
         load(tmp_path)
 
 
-FAST, SLOW = SimpleNamespace(isa=Isa.AVX2), SimpleNamespace(isa=Isa.PORTABLE)
+FAST, SLOW = SimpleNamespace(prefers_codes=True), SimpleNamespace(prefers_codes=False)
 CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     "a quantised checkpoint": ({}, "StoredScheme"),
     "without fast kernels": ({"library": SLOW}, "Scheme"),
