@@ -11,7 +11,6 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from engine.runtime.native.library import WeightFormat, native
 from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, format_for
 from engine.runtime.native.rows import StoredRows
 from engine.system.cache_folder import cache_folder, keep
-from engine.system.host_limits import read, usable_cpus
+from engine.system.host_limits import processor_name, usable_cpus
 from engine.system.regular_file import read_json
 from engine.system.version import VERSION
 
@@ -62,9 +61,7 @@ def seconds(rates: Rates, kind: str, num_rows: float) -> float:
 
 
 def _machine() -> str:
-    lines = read(Path("/proc/cpuinfo")).splitlines()
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{name}, {usable_cpus()} processors, quire {VERSION}"
+    return f"{processor_name()}, {usable_cpus()} processors, quire {VERSION}"
 
 
 def _format(kind: str) -> tuple[WeightFormat, Kind]:

@@ -58,6 +58,12 @@ def multiplies_bfloat16(root: Path = Path("/")) -> bool:
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(read(root / "proc/cpuinfo").split())
 
 
+def processor_name(root: Path = Path("/")) -> str:
+    """Return what the kernel calls this CPU; nothing where it has no name. `root` is for tests."""
+    lines = (line.partition(":") for line in read(root / "proc/cpuinfo").splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes that can be allocated without swapping or being killed.
 

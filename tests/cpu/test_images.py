@@ -399,7 +399,7 @@ def runner_of(found: Vision, config: SchedulerConfig) -> ModelRunner:
 def test_an_engine_says_what_transformers_says(name: str, folder: Path) -> None:
     found = vision(folder, name)
     size = state_blocks(found.model, TIGHT.block_size)
-    config = replace(TIGHT, num_blocks=42 if size else 18, state_blocks=size)
+    config = replace(TIGHT, num_blocks=46 if size else 16, state_blocks=size)
     texts = [ids for ids, _ in PROMPTS]
     runner = runner_of(found, config)
     assert largest_difference(found.model, Theirs(found.theirs), texts, config, ask=ask, runner=runner) < 1e-4
@@ -408,7 +408,7 @@ def test_an_engine_says_what_transformers_says(name: str, folder: Path) -> None:
 def test_torch_computes_them_without_the_native_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = vision(folder, "Qwen3VLConfig")
     monkeypatch.setattr(found.model, "_native", None)
-    texts, config = [ids for ids, _ in PROMPTS], replace(TIGHT, num_blocks=18)
+    texts, config = [ids for ids, _ in PROMPTS], replace(TIGHT, num_blocks=16)
     runner = runner_of(found, config)
     assert largest_difference(found.model, Theirs(found.theirs), texts, config, ask=ask, runner=runner) < 1e-4
 

@@ -42,11 +42,15 @@ def _configure_allocator() -> None:
 def load_kernels(setting: str, report: ReportProgress, *, is_portable: bool = False) -> None:
     """Choose the native library of --cpu-kernels and --portable-bits, compiled if need be, and report it."""
     detail = "compiling them for this machine, once"
-    choose_kernels(
-        setting,
-        lambda done, total: report(Progress("kernels", "" if done else detail, done, total, "files")),
-        is_portable=is_portable,
-    )
+
+    def show(done: int, total: int) -> None:
+        report(Progress("kernels", "" if done else detail, done, total, "files"))
+
+    if setting == "amx" and not is_portable:
+        from engine.runtime.native.tiles import prove_tiles
+
+        prove_tiles(show)
+    choose_kernels(setting, show, is_portable=is_portable)
     library, bits = native(), ", the same bits everywhere" * is_portable
     report(Progress("kernels", "torch's own" if library is None else f"native, {library.isa.name.lower()}{bits}"))
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from engine.runtime.native.structs import layout_source
 from engine.system.cache_folder import cache_folder
+from engine.system.regular_file import read_json
 
 
 class Isa(IntEnum):
@@ -114,6 +115,20 @@ def machine_isas() -> tuple[Isa, ...]:
 def best_isa() -> Isa | None:
     """Return what `--cpu-kernels auto` stands for. AMX has been proven by a model of its tiles alone: it is asked for."""
     return max((isa for isa in machine_isas() if isa is not Isa.AMX), default=None)
+
+
+@cache
+def tile_facts() -> dict[str, list[int]]:
+    """Return what tiles are worth, by the name of a processor; of tiles that are of no use, nothing (tiles.py)."""
+    try:
+        return dict(read_json(tile_file()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def tile_file() -> Path:
+    """Return the file that keeps these facts of this library."""
+    return cache_folder() / f"tiles-{source_digest()}.json"
 
 
 def best_library() -> Path | None:

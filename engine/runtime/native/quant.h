@@ -89,10 +89,14 @@ INLINE void quantise_block(struct view x, int64_t begin, int64_t end, float inve
     }
 }
 
-/* Whether a product takes tiles: from as many rows on as these are worth, since integers are the same either way. */
+/* The rows from which products take tiles, by the format of weights; 0 where nobody has measured what tiles are worth here. */
+static int64_t rows_for_tiles[NUM_WEIGHT_FORMATS];
+
+/* Whether a product takes tiles: integers are the same either way. */
 INLINE int is_tiled(const struct gemm_args *a) {
-    enum { WORTH_TILES = 8 }; /* not measured */
-    return HAS_TILES && is_quantised(a->w.format) && a->m >= WORTH_TILES;
+    if (!HAS_TILES || !is_quantised(a->w.format)) return 0;
+    int64_t least = rows_for_tiles[a->w.format];
+    return a->m >= (least ? least : TILE_ROWS / 2);
 }
 
 static void quant_pack_row(struct quant_format f, struct view x, int64_t k, struct quant_group to, size_t r,

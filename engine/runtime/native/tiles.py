@@ -1,0 +1,113 @@
+"""What AMX's tiles are worth on this machine, measured at the first start that asks for them.
+
+Sums of bfloat16 must have the order that was measured on a Xeon, and products of quantised weights the bits that they have
+without tiles. Where they do not, or tiles win with no format, the log says so. Engine thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import suppress
+from functools import partial
+from timeit import repeat
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import ConfigError
+from engine.runtime.native.build import Isa, OnCompiled, machine_isas, tile_facts, tile_file
+from engine.runtime.native.library import DTYPES, GemmArgs, Library, LinearArgs, WeightFormat, choose_kernels, native
+from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, rows_of
+from engine.system.cache_folder import keep
+from engine.system.host_limits import processor_name
+
+NEVER = 1 << 40  # rows
+_LEAST_NORMAL = 2.0**-126  # of float32; what is smaller is 0 on tiles
+_NUM_OUTPUTS, _NUM_INPUTS = 128, 1024
+_ROWS = (32, 16, 8, 4, 2, 1)
+_REPEATS = 5
+_log = logging.getLogger(__name__)
+
+
+def prove_tiles(on_compiled: OnCompiled = lambda *_: None) -> None:
+    """Find out what tiles are worth here, if it is not known."""
+    if Isa.AMX not in machine_isas() or processor_name() in tile_facts():
+        return
+    with suppress(ConfigError):  # there is no compiler, or one that does not know tiles
+        choose_kernels("amx", on_compiled)
+        if (library := native()) is not None:
+            found = tile_facts()[processor_name()] = measure_tiles(library)
+            keep(tile_file(), json.dumps(tile_facts()))
+            if not found:
+                _log.warning(
+                    "AMX is of no use here: its sums differ from those expected, or are slower than AVX-512's; set "
+                    "--cpu-kernels avx512bf16"
+                )
+
+
+def measure_tiles(library: Library) -> list[int]:
+    """Return the rows from which tiles win, by WeightFormat, and have products take them; nothing if they are of no use."""
+    num_threads = library.num_threads
+    library.use_threads(1)
+    try:
+        least = [_least_rows(library, weight_format) for weight_format in WeightFormat]
+    finally:
+        library.use_threads(num_threads)
+    for weight_format, rows in zip(WeightFormat, least, strict=True):
+        library.use_tiles(weight_format, rows or NEVER)
+    return [rows for rows in least if rows] if all(least) and min(least) < NEVER and _has_order(library) else []
+
+
+def _least_rows(library: Library, weight_format: WeightFormat) -> int:
+    """Return the rows from which tiles win with random weights, 0 if they compute something else."""
+    if weight_format in FLOAT_FORMATS.values():
+        return NEVER  # tiles are taken for any number
+    random = torch.Generator().manual_seed(0)
+    num_bytes = library.quant_bytes(weight_format, _NUM_OUTPUTS, _NUM_INPUTS)
+    packed = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=random) & 0x3B  # so that scales are finite
+    scales, least = torch.ones(_NUM_OUTPUTS), NEVER
+    addresses = packed.data_ptr(), scales.data_ptr(), None
+    linear = LinearArgs(*addresses, _NUM_OUTPUTS, _NUM_INPUTS, weight_format, DTYPES[torch.bfloat16], 0)
+    for num in _ROWS:
+        x = torch.randn(num, _NUM_INPUTS, generator=random).bfloat16()
+        results, times = [torch.empty(num, _NUM_OUTPUTS) for _ in range(2)], []
+        for y, from_row in zip(results, (1, NEVER), strict=True):
+            library.use_tiles(weight_format, from_row)
+            args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), num, _NUM_INPUTS, _NUM_OUTPUTS)
+            times.append(min(repeat(partial(library.gemm, args), number=1, repeat=_REPEATS)))
+        if not torch.equal(*results):
+            return 0
+        if times[0] >= times[1]:
+            break
+        least = num
+    return least
+
+
+def _has_order(library: Library) -> bool:
+    random = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(num, 70, generator=random).bfloat16() for num in (40, 33))
+    x[3, :2], weight[5, 1] = _LEAST_NORMAL / 8, _LEAST_NORMAL / 2
+    linear = NativeLinear(library, WeightFormat.BF16, [rows_of(weight)], 70, torch.bfloat16)
+    return torch.equal(linear(x, torch.float32), sum_as_tiles(x, weight))
+
+
+def sum_as_tiles(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x w^T as tiles sum it: of 32 values even and odd ones are summed apart, and their sum is added.
+
+    A product of two bfloat16 and its sum with a float32 are exact in float64 for numbers of like size.
+    """
+    total = torch.zeros(len(x), len(weight))
+    for begin in range(0, x.shape[1], 32):
+        parts = []
+        for first in (begin, begin + 1):
+            part = torch.zeros_like(total)
+            for k in range(first, min(begin + 32, x.shape[1]), 2):
+                part = (part.double() + _flushed(x[:, k : k + 1]) @ _flushed(weight[:, k : k + 1]).T).float()
+            parts.append(part)
+        total += parts[0] + parts[1]
+    return total
+
+
+def _flushed(values: Tensor) -> Tensor:
+    return torch.where(values.abs() < _LEAST_NORMAL, 0, values.double())
