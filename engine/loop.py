@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _GROWTH = 1.05  # of what a step of decodes is thought to take, at most, from one to the next
-_LITTLE = 1.2
+_LITTLE = 1.2  # times what a step was planned to take: it goes on so long before it is cut
 _PIECE_S = 0.02  # of work that may pause, where no step runs: a message waits no longer
 
 

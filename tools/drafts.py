@@ -1,4 +1,4 @@
-"""Measures what drafts gain: engines with and without it, in this process, in turns over the same requests.
+"""Measures what drafts gain: engines with and without them, in this process, in turns over the same requests.
 
     python -m tools drafts --write FOLDER --shape 0.8b
     python -m tools drafts --num-seqs 1 8 32 --temperatures 0 1 -- FOLDER

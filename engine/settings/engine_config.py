@@ -138,7 +138,7 @@ class EngineConfig:
         choices=("auto", "off", "portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon_dot", "neon_bf16"),
     )
     portable_bits: bool = _device(
-        False, "", "on a CPU, compute the same bits with every instruction set, in more time; needs native kernels"
+        False, "", "on a CPU, compute the same bits with every instruction set; needs native kernels"
     )
     weights_cache: str | None = _device(
         None,
@@ -297,6 +297,11 @@ class EngineConfig:
         if drafts is not None:
             drafts.check_room("--max-model-len", self.max_model_len)
             drafts.check_room("--max-num-batched-tokens", self.max_num_batched_tokens)
+
+    @property
+    def asked_dtype(self) -> str:
+        """Return --dtype; with --portable-bits auto is float32, whatever the machine multiplies."""
+        return "float32" if self.portable_bits and self.dtype == "auto" else self.dtype
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

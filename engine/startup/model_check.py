@@ -65,7 +65,9 @@ def weight_bytes(config: EngineConfig) -> int:
     if path is None:
         return 0
     checkpoint = open_checkpoint(config.load_format, path)
-    name = config.dtype if config.dtype != "auto" else checkpoint.config.float_type(on_cpu=runs_on_cpu(config))
+    name = (
+        config.asked_dtype if config.asked_dtype != "auto" else checkpoint.config.float_type(on_cpu=runs_on_cpu(config))
+    )
     size = FLOAT_TYPES[name]
     is_converted = chosen == "none" or (chosen == "auto" and config.dtype != "auto")
     return round(checkpoint.held_bytes(size, 1 if chosen in ("int8", "fp8") else size if is_converted else None))

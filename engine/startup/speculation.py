@@ -29,7 +29,6 @@ from engine.runtime.speculation.drafter import Drafter, UpToLength
 from engine.runtime.speculation.heads import Head
 from engine.runtime.speculation.text_drafter import TextDrafter
 from engine.settings.engine_config import EngineConfig
-from engine.settings.speculative_config import SpeculativeConfig
 from engine.sources.draft_source import naming_draft
 
 
@@ -74,7 +73,7 @@ class Speculation:
             assert runner.heads is not None, "build.py gives the runner this head"
             return runner.heads
         if self._model is None:
-            return self._text_drafter(self.asked)
+            return self._text_drafter()
         backend = load_backend(self._config.attention_backend, self._device)
         kv_cache = KVCache(
             self._model.states,
@@ -86,7 +85,8 @@ class Speculation:
         )
         return DraftModel(self._model, backend, kv_cache, settings, self._device)
 
-    def _text_drafter(self, asked: SpeculativeConfig) -> TextDrafter:
+    def _text_drafter(self) -> TextDrafter:
+        asked = self.asked
         if asked.method == "ngram":
             return TextDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max)
         return TextDrafter(

@@ -259,7 +259,7 @@ def test_of_very_many_places_the_latest_that_match_longest_count() -> None:
 
 
 def test_answers_are_shared_where_blocks_are() -> None:
-    """An answer of its own kind is found when its slot begins another text; one of another owner or of none is not."""
+    """Sequences with the same root find an answer once its slot has another sequence; those with another root or none never do."""
     drafter, rows, config = TextDrafter(2, 8, num_answers=2), Rows(), settings()
 
     def answer(seq_id: int, root: bytes, answer: list[int], *, slot: int = 0) -> list[int]:

@@ -212,10 +212,8 @@ def _storage(checkpoint: Checkpoint, *, is_own: bool) -> Storage:
 
 def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """Return --dtype; auto is the checkpoint's, but on a CPU bfloat16 only if it multiplies it, and not with --portable-bits."""
-    if config.dtype != "auto":
-        return _DTYPES[config.dtype]
-    if config.portable_bits:
-        return torch.float32  # whatever this machine multiplies
+    if config.asked_dtype != "auto":
+        return _DTYPES[config.asked_dtype]
     return default_dtype(read_model_config(Path(config.model), config.load_format, config.hf_overrides), device)
 
 

@@ -89,7 +89,7 @@ INLINE void quantise_block(struct view x, int64_t begin, int64_t end, float inve
     }
 }
 
-/* The rows from which products take tiles, by the format of weights; 0 where nobody has measured what tiles are worth here. */
+/* The rows from which products take tiles, by the format of weights; 0: not measured. */
 static int64_t rows_for_tiles[NUM_WEIGHT_FORMATS];
 
 /* Whether a product takes tiles: integers are the same either way. */

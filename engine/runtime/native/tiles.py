@@ -56,7 +56,7 @@ def measure_tiles(library: Library) -> list[int]:
         library.use_threads(num_threads)
     for weight_format, rows in zip(WeightFormat, least, strict=True):
         library.use_tiles(weight_format, rows or NEVER)
-    return [rows for rows in least if rows] if all(least) and min(least) < NEVER and _has_order(library) else []
+    return least if all(least) and min(least) < NEVER and _has_order(library) else []
 
 
 def _least_rows(library: Library, weight_format: WeightFormat) -> int:
