@@ -96,6 +96,7 @@ class Recording:
         tables = (b"".join(entries).ljust(_TABLE, b"\0") for entries in (self._calls, kinds))
         image.write_bytes(b"".join((*tables, self._memory)))
         run = subprocess.run([*command, str(image)], capture_output=True, check=False)
+        image.unlink()  # up to 2 GB, which would stay on the disk with others until later runs
         assert run.returncode == 0, run.stderr.decode()
         flat = torch.frombuffer(bytearray(run.stdout), dtype=torch.uint8)
         parts = flat.split([each.nbytes for each in self.results])
