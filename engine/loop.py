@@ -36,7 +36,7 @@ from engine.core.errors import (
 )
 from engine.core.kv.tiers import Transport
 from engine.core.page_table import waste
-from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_request
+from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_ids, check_request
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
 from engine.core.stats import FailureCause
@@ -166,6 +166,7 @@ class Engine:
             asks_head = request.params.max_tokens or request.params.prompt_logprobs is not None
             if asks_head and not self.facts.generates:
                 raise HeadlessModelError(self.facts.vectors.served)
+            check_ids(request.prompt, self.facts.vocab_size, "prompt")
             check_request(request, self.config)
         self._overload.check(
             self.clock(),

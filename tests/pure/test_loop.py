@@ -13,6 +13,7 @@ from engine.core.errors import (
     DeviceLostError,
     DeviceMemoryError,
     EngineDeadError,
+    InvalidRequestError,
     NeverFitsError,
     OverloadedError,
     ShuttingDownError,
@@ -185,6 +186,12 @@ def test_events_are_delivered_once_a_step(rig: Rig) -> None:
 def test_a_request_that_never_fits_is_refused_to_its_sender(rig: Rig) -> None:
     with pytest.raises(NeverFitsError):
         rig.engine.submit(request(n=100))
+
+
+def test_ids_beyond_the_vocabulary_are_refused_before_a_table_is_read(rig: Rig) -> None:
+    for token_id in (-1, VOCAB, 1 << 70):
+        with pytest.raises(InvalidRequestError, match=f"{token_id}; ids of this model are 0 to {VOCAB - 1}"):
+            rig.engine.submit(request("a", prompt=(VOCAB - 1, token_id, 0), arrival_s=0.0))
 
 
 def test_an_aborted_request_ends_once_and_late_or_unknown_aborts_are_ignored(rig: Rig) -> None:

@@ -6,6 +6,7 @@ of a different place, because clients return at the time they were given. Any th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import ceil
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from engine.core.errors import (
     InvalidRequestError,
     NeverFitsError,
     OverloadedError,
+    shorten,
 )
 from engine.core.stats import Stats
 from engine.core.types import Request
@@ -28,6 +30,14 @@ UNKNOWN_S = 1.0  # until a place is free, while no answer was completed
 def peak_positions(num_prompt: int, max_tokens: int) -> int:
     """Return the most positions whose K/V a sequence holds: the last generated token is never fed back."""
     return num_prompt + max(max_tokens - 1, 0)
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequestError for an id that the model does not have: it would be read from beyond a table."""
+    for token_id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            message = f"{param} has the token id {shorten(str(token_id))}; ids of this model are 0 to {vocab_size - 1}."
+            raise InvalidRequestError(message, param=param)
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ContextLengthError, InvalidRequestError, shorten
+from engine.core.errors import ContextLengthError, InvalidRequestError
+from engine.core.scheduling.admission import check_ids
 from engine.files.vector_files import VectorSettings
 from engine.text.chat.chat_format import ChatFormat
 from engine.text.tokenizer import TextTokenizer
@@ -60,10 +61,7 @@ class ModelLimits:
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequestError for an id that the model does not have."""
-        for token_id in (min(ids, default=0), max(ids, default=0)):
-            if not 0 <= token_id < self.vocab_size:
-                message = f"{param} has the token id {shorten(str(token_id))}; ids of this model are 0 to {self.vocab_size - 1}."
-                raise InvalidRequestError(message, param=param)
+        check_ids(ids, self.vocab_size, param)
 
     def check_length(self, num_chars: int, param: str) -> None:
         """Raise ContextLengthError for a text that is too long whatever its tokens are.
