@@ -237,7 +237,7 @@ def _guard(config: AppConfig, models: Models) -> ContentGuard | None:
     name = config.guard
     if name is None or name in config.served_model_names:
         return None
-    return ContentGuard(name, config.guard_every, lambda: models.find(name).now().judge)
+    return ContentGuard(name, config.guard_every, partial(models.borrow_judge, name))
 
 
 def _reader(images: ImagePreprocessor | None, config: AppConfig) -> ImageReader | None:

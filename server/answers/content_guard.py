@@ -11,6 +11,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -130,24 +131,25 @@ class Judge:
 class ContentGuard:
     """What judges the prompts and answers of one model."""
 
-    def __init__(self, name: str, every: int, find: Callable[[], Judge | None]) -> None:
-        """`every` so many tokens an answer is judged; `find` raises where the guard cannot be had."""
-        self.name, self.every, self._find = name, every, find
+    def __init__(self, name: str, every: int, borrow: Callable[[], AbstractContextManager[Judge | None]]) -> None:
+        """`every` so many tokens an answer is judged; `borrow` keeps the guard loaded, and raises where it cannot be had."""
+        self.name, self.every, self._borrow = name, every, borrow
 
     def check(self) -> None:
         """Raise ConfigError for a model that is no guard."""
-        if self._find() is None:
-            raise ConfigError(
-                f"--guard is {self.name!r}, but its chat template is neither Llama Guard's nor Qwen3Guard-Gen's."
-            )
+        with self._borrow() as judge:
+            if judge is None:
+                raise ConfigError(
+                    f"--guard is {self.name!r}, but its chat template is neither Llama Guard's nor Qwen3Guard-Gen's."
+                )
 
     async def judge(self, turns: Turns, like: Request) -> Verdict:
         """Return the verdict on the last turn. Raises ApiError: what cannot be judged is not shown."""
         try:
-            judge = self._find()
-            if judge is None:
-                raise QuireError("it is no guard.")
-            return await judge.read(turns, like)
+            with self._borrow() as judge:
+                if judge is None:
+                    raise QuireError("it is no guard.")
+                return await judge.read(turns, like)
         except (QuireError, ApiError) as error:
             why = error.message if isinstance(error, ApiError) else str(error)
             if isinstance(error, ContextLengthError):

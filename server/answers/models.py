@@ -15,8 +15,9 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -175,9 +176,9 @@ class Entry:
         self.num_users -= 1
         self.changed.set()
 
-    def now(self) -> ModelParts:
-        """Return its parts. Raises a 503 unless it is loaded."""
-        if self.parts is None:
+    def now(self, *, is_asked: bool = False) -> ModelParts:
+        """Return its parts. Raises a 503 unless it is loaded, and with `is_asked` if it is to leave."""
+        if self.parts is None or (is_asked and self.is_leaving):
             if self.state is State.LOADING:
                 message = f"The model {self.name!r} is being loaded; send the request again in a moment."
                 raise ApiError(503, "model_loading", message, "model", "server_error")
@@ -232,6 +233,17 @@ class Models:
     def named(self, name: str) -> ModelParts | None:
         """Return the parts of the loaded model of this first name."""
         return next((parts for parts in self.loaded if parts.name == name), None)
+
+    @contextmanager
+    def borrow_judge(self, name: str) -> Iterator[Judge | None]:
+        """Keep a guard loaded for a verdict. Raises a 503 if it is not loaded, or leaves other than at the end."""
+        entry = self.find(name)
+        judge = entry.now(is_asked=not self.is_draining).judge
+        entry.num_users += 1
+        try:
+            yield judge
+        finally:
+            entry.release()
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
@@ -428,15 +440,21 @@ class Models:
         self._changed.set()
         if self._watching is not None:
             self._watching.cancel()
-        for parts in self.loaded:
-            parts.engine.order_stop(drain_s)
+        guards = [] if not drain_s else [self.find(e.config.guard) for e in self.entries if e.config.guard]
+        for entry in self.entries:
+            if entry in guards:
+                entry.is_leaving = True  # answers that are open need its verdicts
+            elif entry.parts is not None:
+                entry.parts.engine.order_stop(drain_s)
 
     async def stop(self, drain_s: float) -> None:
         """Order the stop and return when all engines have stopped."""
         self.order_stop(drain_s)
-        await asyncio.gather(*(parts.client.stop(drain_s) for parts in self.loaded))
+        end_s = time.monotonic() + drain_s
+        await asyncio.gather(*(each.now().client.stop(drain_s) for each in self.entries if each.is_ready))
         async with self._turn:  # of a load, which has been given up, or has just ended
-            await asyncio.gather(*(parts.client.stop(0.0) for parts in self.loaded))
+            rest_s = max(end_s - time.monotonic(), 0.0)
+            await asyncio.gather(*(parts.client.stop(rest_s) for parts in self.loaded))
         self.loader.shutdown(wait=False)
 
     def abandon(self, error: QuireError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
@@ -55,7 +56,9 @@ async def create_moderation(
     judge: InJudge,
 ) -> Response:
     """Judge texts, by the guard that is named or the guard of the model."""
-    guard = responder.guard if judge is None else ContentGuard(model.find(body.model).name, 1, lambda: judge)
+    guard = (
+        responder.guard if judge is None else ContentGuard(model.find(body.model).name, 1, lambda: nullcontext(judge))
+    )
     if guard is None:
         raise InvalidRequestError("This model is no guard and has none; name a guard.", param="model")
     [like] = responder.admit(

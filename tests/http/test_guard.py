@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
-from harness import APP, END, Live, byte_tokenizer, parts_of
+from harness import APP, END, Gate, Live, byte_tokenizer, parts_of
 
 from engine.core.errors import ConfigError
 from engine.core.step import SequenceSlice
@@ -21,6 +23,7 @@ from loadtest.fake_runner import FakeRunner
 from server.answers.content_guard import ContentGuard, conversation, written
 from server.answers.models import Entry, LoadedModel
 from server.app import make_app
+from tests.patience import eventually
 
 EVERY = 8
 # In the layouts that are published for the two families, shorter.
@@ -231,6 +234,37 @@ def test_a_guard_that_fails_shows_nothing(guarded: Callable[..., Live]) -> None:
     assert (stopped.status_code, stopped.json()["error"]["code"]) == (503, "guard_unavailable")
 
 
+@pytest.mark.parametrize("ends", ["unload", "drain"])
+def test_a_guard_leaves_after_the_verdicts_it_owes(guarded: Callable[..., Live], ends: str) -> None:
+    """One that an operator unloads, after those in progress; with the daemon, after the last answer has ended."""
+    gate, chat = Gate(), "/v1/chat/completions"
+    live = guarded(fail=lambda _: gate(0.0))
+    models = live.app.state.models
+    guard = models.find("judge")
+    guard.load = Mock()  # an operator unloads what can be loaded again
+    gate.close()
+    with ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(stream, live.url, "a quiet sentence that is judged at least twice")
+        eventually(lambda: guard.num_users == 1 and guard.parts.client.num_open == 1)
+        if ends == "unload":
+            leaving = pool.submit(httpx.post, live.url + "/v1/models/judge/unload")
+            eventually(lambda: guard.is_leaving)
+        else:
+            models.order_stop(60.0)
+        gate.open()
+        chunks = asked.result()
+    last = httpx.post(live.url + chat, json={"messages": TURNS[-1:], **FIELDS}).json()["error"]
+    if ends == "unload":
+        assert leaving.result().json() == {"value": "unloaded"}
+        assert "The model 'judge' is not loaded" in chunks[-1]["error"]["message"], "its answer's verdicts come later"
+        assert (last["code"], "is not loaded" in last["message"]) == ("guard_unavailable", True)
+    else:
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        asked_guard = {"model": "judge", "messages": TURNS[-1:], **FIELDS}
+        refused = httpx.post(live.url + chat, json=asked_guard).json()["error"]
+        assert (last["code"], refused["code"]) == ("shutting_down", "shutting_down")
+
+
 def test_a_template_that_leaves_the_text_out_is_no_guard(guarded: Callable[..., Live]) -> None:
     live = guarded("First line must read 'safe' or 'unsafe'.<END><header>")
     answer = httpx.post(live.url + "/v1/chat/completions", json={"messages": TURNS})
@@ -239,7 +273,7 @@ def test_a_template_that_leaves_the_text_out_is_no_guard(guarded: Callable[..., 
 
 def test_a_model_that_is_no_guard_is_refused() -> None:
     with pytest.raises(ConfigError, match="neither Llama Guard's nor Qwen3Guard-Gen's"):
-        ContentGuard("chat", 1, lambda: None).check()
+        ContentGuard("chat", 1, lambda: nullcontext(None)).check()
 
 
 def test_everything_that_is_said_is_judged() -> None:
