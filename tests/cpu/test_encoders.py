@@ -323,6 +323,10 @@ def test_sentence_transformers_files_decide(embedder: tuple[Served, Callable[[Te
     cut = expected(ids_of(" ".join(["w6"] * 18)))
     assert embedded(input=long, truncate_prompt_tokens=-1) == pytest.approx(cut.tolist(), abs=1e-5)
     assert "2 tokens stand around a text" in served.refusal("/v1/embeddings", input=long, truncate_prompt_tokens=2)
+    left = {"input": long, "input_type": "query", "truncate_prompt_tokens": 6, "truncation_side": "left"}
+    assert embedded(**left) == pytest.approx(expected(ids_of("w9 w8 w6 w6")).tolist(), abs=1e-5)
+    short = {"input": "w6 w6", "input_type": "query", "truncate_prompt_tokens": 4}
+    assert "4 tokens stand around a text" in served.refusal("/v1/embeddings", **short), "the prompt alone is no text"
     # An embedder ranks by cosines, with the prompts of both kinds.
     ranked = served.post("/v1/rerank", query="w20", documents=["w30 w31", "w40"], return_documents=False)["results"]
     query = expected(ids_of("w9 w8 w20"))
@@ -394,6 +398,18 @@ def test_a_cross_encoder_ranks_pairs(tmp_path: Path) -> None:
         cut = served.post("/v1/score", text_1=query, text_2="w30 w31 w32", truncate_prompt_tokens=6)["data"][0]["score"]
         ids = torch.tensor([*both[0][:5].tolist(), 2])
         assert cut == pytest.approx(float(scored(model, ids, token_type_ids=types_of(ids)[None])[0]), abs=1e-5)
+        left = {
+            "text_1": query,
+            "text_2": "w30 w31 w32",
+            "truncate_prompt_tokens": len(both[0]) - 2,
+            "truncation_side": "left",
+        }
+        ids = torch.cat((both[0][:-4], both[0][-2:]))
+        found = served.post("/v1/score", **left)["data"][0]["score"]
+        assert found == pytest.approx(float(scored(model, ids, token_type_ids=types_of(ids)[None])[0]), abs=1e-5)
+        for most in (-1, 5):  # a query that leaves nothing of a document
+            refusal = served.refusal("/v1/rerank", query="w5 " * 80, documents=["w6"], truncate_prompt_tokens=most)
+            assert "stand around a text, which would be gone" in refusal
         single = served.post("/v1/classify", input="w30 w31")["data"][0]
         assert (single["label"], single["num_classes"]) == (None, 1)
         assert single["probs"] == pytest.approx(scored(model, ids_of("w30 w31")).sigmoid().tolist(), abs=1e-5)

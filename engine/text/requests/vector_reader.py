@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from engine.core.errors import ConfigError, InvalidRequestError, shorten
@@ -31,7 +32,8 @@ class Truncation(NamedTuple):
             return list(ids)
         if self.most <= num_before + num_behind:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is {self.most}, and {num_before + num_behind} tokens stand around a text; raise it.",
+                f"truncate_prompt_tokens is {self.most}, and {num_before + num_behind} tokens stand around a text, which would "
+                "be gone; raise it, or shorten a query.",
                 param="truncate_prompt_tokens",
             )
         num = self.most - num_before - num_behind
@@ -108,33 +110,36 @@ class VectorReader:
     def text(
         self, text: str, param: str, truncation: Truncation, *, prompt: str = "", add_special_tokens: bool = True
     ) -> list[int]:
-        """Return the ids of a text. Raises ContextLengthError or InvalidRequestError."""
-        ids = self._encode(prompt + text, param, truncation, add_special_tokens=add_special_tokens)
-        around = self._tokenizer.num_around if add_special_tokens and truncation.most is not None else ()
-        return truncation.cut(ids, *around)
+        """Return the ids of a text, of which some is kept. Raises ContextLengthError or InvalidRequestError."""
+        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
+        num_behind = self._tokenizer.num_around[1] * add_special_tokens
+        return self._cut(lambda shown: encode(prompt + shown), text, param, truncation, num_behind)
 
     def pair(
         self, first: str, second: str, param: str, truncation: Truncation, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Return the ids of two texts that a classifier reads together; the end of the second is cut first."""
+        """Return the ids of two texts that a classifier reads together; the second is cut, and some of it is kept."""
+        self._limits.check_length(len(first), param)
         if self.settings.is_qwen3_reranker:
-            before, behind = (self._tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, _BEHIND))
-            body = f"<Instruct>: {_INSTRUCT}\n<Query>: {first}\n<Document>: {second}"
-            ids = [*before, *self._encode(body, param, truncation, add_special_tokens=False), *behind]
-            return truncation._replace(keeps_end=False).cut(ids, len(before), len(behind))
-        ids = self._encode((first, second), param, truncation, add_special_tokens=add_special_tokens)
-        around = self._tokenizer.num_around if add_special_tokens and truncation.most is not None else ()
-        return truncation._replace(keeps_end=False).cut(ids, *around)
+            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+            before, behind = encode(_BEFORE), encode(_BEHIND)
+            body = f"<Instruct>: {_INSTRUCT}\n<Query>: {first}\n<Document>: "
+            return self._cut(
+                lambda shown: [*before, *encode(body + shown), *behind], second, param, truncation, len(behind)
+            )
+        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
+        num_behind = self._tokenizer.num_around[1] * add_special_tokens
+        return self._cut(lambda shown: encode((first, shown)), second, param, truncation, num_behind)
 
-    def _encode(
-        self, text: str | tuple[str, str], param: str, truncation: Truncation, *, add_special_tokens: bool
+    def _cut(
+        self, encode: Callable[[str], list[int]], text: str, param: str, truncation: Truncation, num_behind: int
     ) -> list[int]:
-        parts = [text] if isinstance(text, str) else [*text]
+        """Return the ids that `encode` makes of a text and what stands around it; of these, the text is cut."""
         if truncation.most is None:
-            for part in parts:
-                self._limits.check_length(len(part), param)
-        else:  # what cannot be among the tokens that are kept is not encoded
-            most = self._limits.max_model_len * self._tokenizer.max_token_chars
-            parts = [part[-most:] if truncation.keeps_end else part[:most] for part in parts]
-        whole = parts[0] if len(parts) == 1 else (parts[0], parts[1])
-        return self._tokenizer.encode(whole, add_special_tokens=add_special_tokens)
+            self._limits.check_length(len(text), param)
+            return encode(text)
+        # What cannot be among the tokens that are kept is not encoded.
+        most = self._limits.max_model_len * self._tokenizer.max_token_chars
+        ids = encode(text[-most:] if truncation.keeps_end else text[:most])
+        num_before = len(encode("")) - num_behind if len(ids) > truncation.most else 0
+        return truncation.cut(ids, num_before, num_behind)
