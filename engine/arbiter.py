@@ -89,8 +89,10 @@ class Arbiter:
 
     def give_turn(self, ready: list[Driven]) -> tuple[Driven, bool]:
         """Give the next of some engines its turn; return it, and whether there will be another."""
+        if len(ready) == 1:
+            return ready[0], ready[0].turn(None)
         engine = self._next(ready)
-        return engine, engine.turn(None) if len(ready) == 1 else self._share(engine, ready)
+        return engine, self._share(engine, ready)
 
     def _next(self, ready: list[Driven]) -> Driven:
         """Return the engine whose turn it is; background work waits for other work."""

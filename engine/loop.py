@@ -330,7 +330,7 @@ class Engine:
                     events.entries += self._commit_oldest().entries
                 raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
-            if not self._goes_on():
+            if self._launched[0][1].may_pause and not self._goes_on():
                 return
             events.entries += self._commit_oldest().entries
             while self._launched and self._beside is not None:
@@ -339,7 +339,7 @@ class Engine:
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
 
     def _goes_on(self) -> bool:
-        """Let the oldest step go on, in a turn's time if it can pause; return whether it is complete, or not needed."""
+        """Let the oldest step go on for a turn's time; return whether it is complete, or not needed."""
         (plan, step, begun_s), beside = self._launched[0], self._beside
         if self._paused_at_s is not None:
             is_needed, now = self._scheduler.awaits_oldest, self.clock()

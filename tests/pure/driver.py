@@ -248,8 +248,8 @@ class Driver:
         assert all(0 <= block < settings.num_blocks for block in (*moved[0], *(b for _, b in plan.swap_in)))
         assert all(0 <= host < settings.num_host_blocks for host in (*moved[1], *(h for _, h in plan.swap_out)))
         named = {*(host for host, _ in plan.swap_in), *(host for _, host in plan.swap_out)}
-        stats = self.scheduler.stats
-        assert stats.host_blocks_held + stats.host_blocks_cached >= len(named), "a host block is given back too early"
+        _, num_cached, num_held = self.scheduler.tiers.host.pool.counts
+        assert num_held + num_cached >= len(named), "a host block is given back too early"
         assert len({piece.slot for piece in slices}) == len(slices) == plan.num_slices <= settings.max_num_seqs
         kinds = {seq.is_background for seq in self.scheduler._in_flight[-1].all_sequences}
         assert len(kinds) == 1, "a step is of the background or of all others"

@@ -176,6 +176,8 @@ class PausingRunner(FakeRunner):
 
 
 class PausingStep(FakeStep):
+    may_pause = True
+
     def __init__(self, result: StepResult, runner: PausingRunner) -> None:
         super().__init__(result, lambda: None)
         self.runner = runner

@@ -193,7 +193,8 @@ class Scheduler:
         step.step_id = self._next_step_id
         self._next_step_id += 1
         self._in_flight.append(step)
-        self._queue.update_gauges()
+        if step.chunks:  # it may be long; what a step of decodes changes is seen at its commit
+            self._queue.update_gauges()
         return step.plan()
 
     def _plan_decodes(self, step: InFlightStep, due: list[Sequence]) -> list[Sequence]:

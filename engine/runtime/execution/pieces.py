@@ -86,6 +86,8 @@ class Pieces(TorchFunctionMode, Generic[T]):
 class StepInPieces(PendingStep):
     """A step that is computed as long as it is asked to go on."""
 
+    may_pause = True
+
     def __init__(self, compute: Callable[[], PendingStep]) -> None:
         self._pieces, self._is_closed = Pieces(compute), False
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, Structure, addressof, c_char, c_char_p, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
-from functools import partial
+from functools import cache, partial
 from struct import Struct
 from typing import Any
 
@@ -281,6 +281,7 @@ _chosen: tuple[str, bool] = "auto", False
 _loaded: dict[tuple[Isa, bool], Library | None] = {}
 
 
+@cache
 def native() -> Library | None:
     """Return the library, None if it is missing, switched off or unusable."""
     setting, is_portable = _chosen
@@ -304,6 +305,7 @@ def choose_kernels(setting: str, on_compiled: OnCompiled = lambda *_: None, *, i
             "them; install one (cc, gcc or clang), or leave the setting out."
         )
     _chosen = setting, is_portable
+    native.cache_clear()
 
 
 def _isa_of(setting: str) -> Isa | None:
