@@ -66,7 +66,6 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool = True
-    eviction: str = "lru"
     pinned_share: float = 0.0  # most of each tier's blocks that may be pinned
     policy: str = "fcfs"
     target_itl_s: float | None = None  # between two tokens of a sequence

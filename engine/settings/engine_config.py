@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from engine.core.config import FEW_TOKENS
 from engine.core.errors import ConfigError
-from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.queues import POLICIES
 from engine.files.formats import FORMATS
 from engine.runtime.attention import BACKENDS
@@ -229,9 +228,6 @@ class EngineConfig:
         "JSON",
         'publish which blocks are cached, for routers, with vLLM\'s keys: {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}; the events hold token ids',
         unset="off",
-    )
-    prefix_cache_eviction: str = _scheduling(
-        "lru", "", "which cached blocks are evicted first", choices=tuple(EVICTION_POLICIES)
     )
     pinned_prefix_share: float = _scheduling(
         0.25,

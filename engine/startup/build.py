@@ -365,7 +365,6 @@ def _scheduler_config(parts: _Parts) -> SchedulerConfig:
         max_num_batched_tokens=max_num_batched_tokens,
         whole_step=whole_step,
         enable_prefix_caching=config.enable_prefix_caching and not is_whole,  # a text's end changes its beginning
-        eviction=config.prefix_cache_eviction,
         pinned_share=config.pinned_prefix_share if config.enable_prefix_caching and not is_whole else 0.0,
         policy=config.scheduling_policy,
         target_itl_s=_seconds(config.target_itl_ms),

@@ -178,7 +178,7 @@ class RankedMachine(SchedulerMachine):
     ) -> None:
         sizes = {"num_host_blocks": 0, "host_caching": False, "num_disk_blocks": 0, "num_speculative_tokens": 0}
         sizes |= {"windows": windows, "num_blocks": num_blocks * (1 + len(windows))}
-        times = {"eviction": "lru", "target_itl_s": None, "target_ttft_s": None}
+        times = {"target_itl_s": None, "target_ttft_s": None}
         super().start(depth, budget, caching, cost=None, **sizes, **times, **changes)
         sizes_of = self.driver.scheduler.config
         self.tables, self.theirs = RowTables(sizes_of), RowTables(sizes_of)

@@ -75,7 +75,7 @@ def test_a_start_imports_no_more_than_its_table_allows(default: Daemon) -> None:
 def test_a_small_pool_preempts_and_loses_no_text(plain: Plain) -> None:
     # --num-gpu-blocks-override, --max-num-seqs, --max-num-batched-tokens, --block-size: less of each, the same text.
     flags = ("--max-model-len", "256", "--num-gpu-blocks-override", "36", "--max-num-seqs", "4", "--block-size", "8")
-    policies = ("--scheduling-policy", "priority", "--prefix-cache-eviction", "lfu")
+    policies = ("--scheduling-policy", "priority")
     with serve(*flags, "--max-num-batched-tokens", "64", *policies) as daemon:
         assert together(daemon, CROWDED) == plain.crowd
         assert daemon.metric("quire_preemptions_total") > 0
@@ -149,7 +149,7 @@ def test_cached_blocks_are_found_on_the_disk_after_a_restart(tmp_path: Path) -> 
 
 def test_a_pinned_prefix_outlives_a_scan_and_overlap_changes_no_text(plain: Plain) -> None:
     flags = ("--max-model-len", "512", "--num-gpu-blocks-override", "45", "--pinned-prefix-share", "0.5")
-    policies = ("--scheduling-policy", "priority", "--prefix-cache-eviction", "slru", "--max-num-seqs", "2")
+    policies = ("--scheduling-policy", "priority", "--max-num-seqs", "2")
     overlap = ("--async-scheduling", "--target-itl-ms", "600000", "--target-ttft-ms", "600000")
     with serve(*flags, *policies, *overlap) as daemon:
         daemon.complete(LONG, max_tokens=1, prompt_cache_retention="24h")
@@ -178,7 +178,7 @@ tenants:
   - {name: here, tier: free, key: in-plain-sight, weight: 2}
 """
     )
-    flags = ("--scheduling-policy", "fair", "--prefix-cache-eviction", "cost", "--max-num-seqs", "2")
+    flags = ("--scheduling-policy", "fair", "--max-num-seqs", "2")
     with serve(*SMALL, *flags, "--tenants", file, ACME_KEY="of-acme") as daemon:
         ask = {"prompt": OTHER, "max_tokens": 1}
         assert daemon.http.post("/v1/completions", json=ask).status_code == 401

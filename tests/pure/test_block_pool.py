@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from engine.core.kv.block_pool import BlockPool
-from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.page_table import blocks_for
 from tests.integrity import check_pool
 
@@ -38,14 +37,12 @@ def test_cached_blocks_are_taken_last_and_oldest_first() -> None:
     assert evicted == [1, 0]
 
 
-@pytest.mark.parametrize("policy", list(EVICTION_POLICIES))
 @pytest.mark.parametrize("is_evicted", [True, False])
-def test_what_a_content_has_earned_is_not_the_next_ones(policy: str, is_evicted: bool) -> None:
-    pool = BlockPool(2, policy, 1)
+def test_what_a_content_weighs_the_next_one_does_not(is_evicted: bool) -> None:
+    pool = BlockPool(2, 1)
     blocks = pool.alloc_many(2)
     pool.index(blocks[0])
-    for _ in range(3):
-        pool.found(blocks[:1])
+    pool.weigh(blocks[:1], 3)
     pool.pin(blocks[0])
     pool.free(*blocks)
     if not is_evicted:
@@ -55,7 +52,7 @@ def test_what_a_content_has_earned_is_not_the_next_ones(policy: str, is_evicted:
     for block in blocks:
         pool.index(block)
     pool.free(*blocks)
-    assert [*pool._cached] == blocks, "as if neither had ever been found"
+    assert [*pool._cached] == blocks, "as if neither had ever weighed more"
 
 
 def test_a_block_freed_more_often_than_held_is_our_bug() -> None:
@@ -81,10 +78,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     holds = Bundle("holds")
 
-    @initialize(policy=st.sampled_from(list(EVICTION_POLICIES)))
-    def start(self, policy: str) -> None:
+    @initialize(is_weighed=st.booleans())
+    def start(self, is_weighed: bool) -> None:
         self.evicted: list[int] = []
-        self.pool = BlockPool(7, policy)
+        self.pool = BlockPool(7)
+        if is_weighed:
+            self.pool.weigh((), 1)
         self.pool.on_evict(self.evicted.append)
         self.held: list[int] = []
         self.indexed: set[int] = set()

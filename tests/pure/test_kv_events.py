@@ -113,7 +113,6 @@ class EventsMachine(SchedulerMachine):
     @initialize(
         depth=st.integers(0, 3),
         num_blocks=st.integers(10, 24),
-        eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),
         host_caching=st.booleans(),
         num_disk_blocks=st.sampled_from([0, 5, 40]),
@@ -223,7 +222,6 @@ def test_an_index_equals_the_cache_where_blocks_move_between_tiers(seed: int) ->
         max_queue_size=rng.choice([1, 2, 1000]),
         buffer_steps=rng.choice([1, 3, 1000]),
         num_blocks=rng.randint(10, 16),
-        eviction=rng.choice(["lru", "slru", "lfu", "cost"]),
         num_host_blocks=rng.choice([4, 12]),
         host_caching=True,
         num_disk_blocks=rng.choice([0, 6, 40]),

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_next, chain_root
 from engine.core.stats import Stats
@@ -103,12 +102,12 @@ def test_many_requests_for_one_prefix_cost_what_one_does() -> None:
 
 
 class PinnedCacheMachine(RuleBasedStateMachine):
-    """Prompts come, one after another, through a small cache under every policy; some are pinned."""
+    """Prompts come, one after another, through a small cache; some are pinned."""
 
-    @initialize(policy=st.sampled_from(tuple(EVICTION_POLICIES)), max_pinned=st.integers(0, 8))
-    def start(self, policy: str, max_pinned: int) -> None:
+    @initialize(max_pinned=st.integers(0, 8))
+    def start(self, max_pinned: int) -> None:
         self.pins = Pins(Stats(), max_pinned)
-        self.cache = PrefixCache(10, 1, policy, None, self.pins.until, max_pinned)
+        self.cache = PrefixCache(10, 1, None, self.pins.until, max_pinned)
         self.pins.targets.append(self.cache)
         self.now = 0.0
 
@@ -166,12 +165,11 @@ def scan(driver: Driver, num: int = 12, name: str = "scan") -> None:
         driver.drain()
 
 
-@pytest.mark.parametrize("eviction", tuple(EVICTION_POLICIES))
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_pinned_prefix_survives_what_turns_the_pool_over(depth: int, eviction: str) -> None:
+def test_a_pinned_prefix_survives_what_turns_the_pool_over(depth: int) -> None:
     found = {}
     for share in (0.0, 0.25):
-        driver = Driver(config(num_blocks=12, pinned_share=share, eviction=eviction), depth)
+        driver = Driver(config(num_blocks=12, pinned_share=share), depth)
         driver.add(request("pin", SYSTEM, **pinning()))
         driver.drain()
         scan(driver)
@@ -265,7 +263,6 @@ def conserved(driver: Driver, shares: Iterable[float]) -> bool:
 @settings(max_examples=30)
 @given(
     depth=st.integers(0, 3),
-    eviction=st.sampled_from(tuple(EVICTION_POLICIES)),
     share=st.sampled_from([0.25, 0.9]),
     turns=st.lists(
         st.tuples(
@@ -278,9 +275,9 @@ def conserved(driver: Driver, shares: Iterable[float]) -> bool:
     ),
 )
 def test_pins_change_no_stream_and_lose_no_block(
-    depth: int, eviction: str, share: float, turns: list[tuple[int, float | None, str, int]]
+    depth: int, share: float, turns: list[tuple[int, float | None, str, int]]
 ) -> None:
-    driver = tiered(depth, num_blocks=10, num_host_blocks=9, pinned_share=share, eviction=eviction)
+    driver = tiered(depth, num_blocks=10, num_host_blocks=9, pinned_share=share)
     for index, (first, seconds, deed, times) in enumerate(turns):
         pins = () if seconds is None else (Pin(8, seconds), Pin(16, seconds / 2))
         asked = request(

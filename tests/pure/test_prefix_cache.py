@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.kv.prefix_cache import PrefixCache, chain_root
 from tests.integrity import check_index, check_pool
 
@@ -137,8 +136,9 @@ def test_a_check_finds_what_is_out_of_place(damage: Callable[[PrefixCache], obje
 
 
 def test_what_stands_behind_a_block_that_went_is_free() -> None:
-    cache = PrefixCache(8, block_size=2, eviction="lfu")
+    cache = PrefixCache(8, block_size=2)
     blocks = left(cache, TOKENS, 2)
+    cache.pool.weigh(blocks[1:2], 0.5)
     cache.pool.fork(blocks[1])  # nobody has found it, but if it goes first ...
     cache.pool.free(blocks[1])
     order = [*cache.pool._cached]
@@ -153,13 +153,12 @@ def test_what_stands_behind_a_block_that_went_is_free() -> None:
 @given(
     requests=st.lists(
         st.tuples(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=24), st.integers(0, 24)), max_size=20
-    ),
-    eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
+    )
 )
 def test_whatever_comes_and_leaves_a_block_that_is_found_has_what_it_is_found_for(
-    requests: list[tuple[list[int], int]], eviction: str
+    requests: list[tuple[list[int], int]],
 ) -> None:
-    cache, content = PrefixCache(16, 2, eviction), dict[int, tuple[int, ...]]()
+    cache, content = PrefixCache(16, 2), dict[int, tuple[int, ...]]()
     for tokens, num_prompt in requests:
         known = cache.match([chain_root("")], tokens, min(num_prompt, len(tokens)))
         for index, block in enumerate(known):

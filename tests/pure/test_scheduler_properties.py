@@ -31,7 +31,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(6, 30),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "fair", "fair"]),
-        eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),
         host_caching=st.booleans(),
         num_disk_blocks=st.sampled_from([0, 0, 5, 40]),

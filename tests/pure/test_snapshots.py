@@ -66,7 +66,6 @@ class StateMachine(SchedulerMachine):
         budget=st.integers(6, 30),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "fair"]),
-        eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
         num_speculative_tokens=st.sampled_from([0, 1, 4]),
     )
     def start(  # type: ignore[override]

@@ -147,7 +147,7 @@ def test_the_engine_goes_on_without_copies(depth: int, caplog: pytest.LogCapture
 
 def test_a_host_block_has_a_content_only_once_its_copy_is_done() -> None:
     """It is saved from then on: a save before would write what was there earlier under the new name."""
-    host = HostTier(1, 4, "lru")
+    host = HostTier(1, 4)
     for name in (b"earlier", b"later"):
         host.offload(name, 7)
         assert not host.has_content(name, 0), "the copy is due"

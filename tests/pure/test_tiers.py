@@ -351,10 +351,8 @@ def test_whatever_happens_to_copies_on_their_way_nobody_reads_what_is_not_there(
     driver, hits = None, 0
     for life in range(3):
         sizes = {"num_host_blocks": chance.choice((3, 12, 40)), "num_disk_blocks": chance.choice((5, 60))}
-        eviction = chance.choice(("lru", "slru", "lfu", "cost"))
         changes = {
             "depth": depth,
-            "eviction": eviction,
             "num_blocks": 10,
         }
         driver = tiered(**changes, **sizes) if driver is None else restarted(driver, **changes)

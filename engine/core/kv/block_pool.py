@@ -10,15 +10,15 @@ released first. A pin does not keep a block from a sequence that needs one: it o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from engine.core.kv.eviction import EvictionOrder, Lru, Ranked, make_order
+from engine.core.kv.eviction import EvictionOrder, Lru, Weighed
 
 
 class BlockPool:
     """alloc / fork / free over `num_blocks` blocks; writers copy shared ones (`is_shared`)."""
 
-    def __init__(self, num_blocks: int, eviction: str = "lru", max_pinned: int = 0) -> None:
+    def __init__(self, num_blocks: int, max_pinned: int = 0) -> None:
         self.num_blocks = num_blocks
         self.max_pinned = max_pinned
         self.num_owed = 0  # available blocks that are kept for sequences, see SequenceKV
@@ -26,9 +26,8 @@ class BlockPool:
         self._refs = [0] * num_blocks
         # A dict used as an ordered set: O(1) to remove a block from the middle or the end.
         self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
-        self._cached = make_order(eviction, num_blocks)
+        self._cached: EvictionOrder = Lru()
         self._passed = Lru()
-        self._notes_finds = eviction != "lru"
         self._pinned: dict[int, None] = {}  # cached or held, pinned longest ago first ...
         self._spared = Lru()  # ... and those of them that are cached
         self._indexed = bytearray(num_blocks)  # 1 for each findable block: copied in microseconds for the page
@@ -132,18 +131,12 @@ class BlockPool:
                 self._cached.remove(block)
                 self._passed.add(block)
 
-    def found(self, blocks: Sequence[int]) -> None:
-        """Report to the eviction order that an admitted prompt begins with these blocks."""
-        if self._notes_finds:
-            self._cached.found(blocks)
-
     def weigh(self, blocks: Iterable[int], weight: float) -> None:
         """Report to the eviction order how much a content of these blocks saves, as a multiple of K/V in their place."""
         if isinstance(self._cached, Lru):
-            self._cached = Ranked(lambda _: 0, self._cached)
-        if isinstance(self._cached, Ranked):
-            for block in blocks:
-                self._cached.weigh(block, weight)
+            self._cached = Weighed(self._cached)
+        for block in blocks:
+            self._cached.weigh(block, weight)
 
     def pin(self, block: int) -> None:
         """Evict this findable block after all that are not pinned.

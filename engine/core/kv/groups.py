@@ -188,7 +188,6 @@ class WindowGroup(Group):
         hits = [block for block in self._table(seq) if block >= 0]
         for block in hits:
             self.pool.fork(block)
-        self.pool.found(hits)
         self.branch(hits)
 
     def fill(self, seq: Sequence) -> list[int]:

@@ -21,10 +21,8 @@ from engine.core.sequence import Sequence
 class HostTier(BlockIndex):
     """Host blocks, and the copies to them that plans have to make."""
 
-    def __init__(
-        self, num_blocks: int, block_size: int, eviction: str, pins: Container[bytes] = (), max_pinned: int = 0
-    ) -> None:
-        super().__init__(num_blocks, eviction, pins, max_pinned)
+    def __init__(self, num_blocks: int, block_size: int, pins: Container[bytes] = (), max_pinned: int = 0) -> None:
+        super().__init__(num_blocks, pins, max_pinned)
         self._block_size = block_size
         self._due: dict[int, int] = {}  # host block -> the pool's, for the next plan to copy out
         self._num_copies: Counter[int] = Counter()  # to each host block, by plans in flight

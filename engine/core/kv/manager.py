@@ -49,7 +49,7 @@ class KVCacheManager:
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
         self._cache = (PrefixCache if config.has_full else Unkept)(
-            config.num_blocks, config.block_size, config.eviction, self._listener, self.pins.until, max_pinned
+            config.num_blocks, config.block_size, self._listener, self.pins.until, max_pinned
         )
         self.pool = self._cache.pool
         self._windows = [
@@ -122,8 +122,6 @@ class KVCacheManager:
             hosts, num_loaded, others = ticket.blocks[num_hits:], ticket.num_tokens, ticket.other_blocks
         elif others := self._find_others(seq, num_found):
             seq.kv.num_published = min([num_hits, *(group.window_at(num_found).start for group in self._others)])
-        if self.config.has_full:
-            pool.found(hits)
         if hosts or others:  # before the pool evicts blocks to host memory, which may evict these
             self.tiers.take(seq, hosts, others)
         for group in self._others:

@@ -89,13 +89,12 @@ class BlockIndex:
     def __init__(
         self,
         num_blocks: int,
-        eviction: str = "lru",
         pins: Container[bytes] = (),
         max_pinned: int = 0,
         pool: BlockPool | None = None,
     ) -> None:
         """With `pool` the blocks are those of another index; only a block's owner finds it."""
-        self.pool = BlockPool(num_blocks, eviction, max_pinned) if pool is None else pool
+        self.pool = BlockPool(num_blocks, max_pinned) if pool is None else pool
         self.pool.on_evict(self._evicted)
         self._pins = pins
         self._block_of: dict[bytes, int] = {}
@@ -176,12 +175,11 @@ class PrefixCache(BlockIndex):
         self,
         num_blocks: int,
         block_size: int,
-        eviction: str = "lru",
         listener: Listener | None = None,
         pins: Container[bytes] = (),
         max_pinned: int = 0,
     ) -> None:
-        super().__init__(num_blocks, eviction, pins, max_pinned)
+        super().__init__(num_blocks, pins, max_pinned)
         self._listener = listener
         self.block_size = block_size
         self.dependents: Sequence[BlockIndex] = ()

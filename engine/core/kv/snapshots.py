@@ -101,7 +101,6 @@ class RecurrentGroup(Group):
         if TO_LOAD not in seq.kv.state.slot:
             for block in seq.kv.state.slot:
                 self.pool.fork(block)
-                self.pool.found((block,))
             self.branch(seq.kv.state.slot)
 
     def fill(self, seq: Sequence) -> list[int]:

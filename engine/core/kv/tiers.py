@@ -72,10 +72,9 @@ class Tiers:
         self._stats, self._times = stats, times
         self._size = config.block_size
         num_host, share = config.num_host_blocks, config.pinned_share
-        self.host = HostTier(num_host, config.block_size, config.eviction, pins.until, int(num_host * share))
+        self.host = HostTier(num_host, config.block_size, pins.until, int(num_host * share))
         self.stores = {
-            name: BlockIndex(num_slots, "lru", pins.until, int(num_slots * share))
-            for name, num_slots, _ in config.stores
+            name: BlockIndex(num_slots, pins.until, int(num_slots * share)) for name, num_slots, _ in config.stores
         }
         self._shared = [store.name for store in config.stores if store.is_shared]
         pins.targets += (self.host, *self.stores.values())
@@ -130,7 +129,6 @@ class Tiers:
             for host in found:
                 tier = self.host.origins.get(host, "host")
                 seq.kv.num_from[tier] = seq.kv.num_from.get(tier, 0) + self._size
-        self.host.pool.found(found)
         for host in (*found, *others):
             self.host.origins.pop(host, None)
             self.host.pool.fork(host)
