@@ -44,7 +44,7 @@ from server.settings.app_config import AppConfig
 from server.telemetry.events import PrefillDelegated, TenantRefused, fan_out
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
-from server.telemetry.otlp_endpoints import find_endpoints
+from server.telemetry.otlp_endpoint import find_endpoint
 from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import Tenancy, read_tenants
 
@@ -168,9 +168,9 @@ def _parts(config: AppConfig) -> dict[str, Any]:
     metrics.add_rows("models", models)
     request_log = RequestLog(time.monotonic)
     otlp = _open_otlp(config, metrics)
-    exported = [] if otlp is None else otlp.listeners
+    traced = [] if otlp is None else [otlp.tracing.observe]
     logged = [AnswerLog().observe] if config.enable_log_requests else []
-    emit = fan_out(*metrics.listeners, *exported, *logged, request_log.observe)
+    emit = fan_out(*metrics.listeners, *traced, *logged, request_log.observe)
     tenancy = Tenancy(
         config.api_keys,
         None if config.tenants is None else read_tenants(config.tenants, config.api_keys),
@@ -280,12 +280,12 @@ def _open_batches(config: AppConfig, models: Models, bodies: BodyReader) -> Batc
 
 def _open_otlp(config: AppConfig, metrics: Metrics) -> Otlp | None:
     """Return what exports over OTLP; None, without importing OpenTelemetry, if no address is given."""
-    endpoints = find_endpoints(config)
-    if endpoints is None:
+    endpoint = find_endpoint(config)
+    if endpoint is None:
         return None
     from server.telemetry.otlp import Otlp
 
-    otlp = Otlp(endpoints)
+    otlp = Otlp(endpoint)
     metrics.add_rows("spans", otlp.counts)
     return otlp
 

@@ -48,7 +48,7 @@ from server.settings.serve_config import ServeConfig
 from server.settings.settings import Settings
 from server.settings.tls import Tls, read_tls
 from server.telemetry.logs import configure_logging
-from server.telemetry.otlp_endpoints import find_endpoints
+from server.telemetry.otlp_endpoint import find_endpoint
 from server.tenancy.tenancy import read_tenants
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _prepare(settings: Settings) -> _Plan:
             raise ConfigError(
                 f"--lora-modules has {module.name}={module.path}, but that is the model's own name; choose another name."
             )
-    find_endpoints(app_config, log.warning)
+    find_endpoint(app_config, log.warning)
     if app_config.tenants is not None:
         read_tenants(app_config.tenants, app_config.api_keys)
     if app_config.data_dir is not None:

@@ -207,12 +207,6 @@ class AppConfig:
         "collector that takes traces by OTLP over HTTP, such as http://localhost:4318/v1/traces",
         unset="as OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say",
     )
-    otlp_metrics_endpoint: str | None = _http(
-        None,
-        "URL",
-        "collector that takes the gen_ai.server.* metrics by OTLP over HTTP; /metrics is there without it",
-        unset="as OTEL_EXPORTER_OTLP_METRICS_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say",
-    )
     sse_keep_alive_interval_s: float = _http(
         15.0,
         "SECONDS",

@@ -1,4 +1,4 @@
-"""Sends spans and metrics to a collector over OTLP/HTTP. Imported only if an address is given.
+"""Sends spans to a collector over OTLP/HTTP. Imported only if an address is given.
 
 Nothing here waits for the collector on the event loop: spans go into a bounded queue, which a thread of OpenTelemetry's SDK
 empties. What does not fit, or could not be sent, is dropped and counted.
@@ -14,19 +14,14 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from engine.core.errors import ConfigError
 from engine.system.version import VERSION
-from server.telemetry.events import Listener
-from server.telemetry.otlp_endpoints import Endpoints
-from server.telemetry.tracing import GenAiMetrics, Tracing
+from server.telemetry.tracing import Tracing
 
 log = logging.getLogger("quire.otlp")
 
@@ -95,43 +90,27 @@ class _BoundedProcessor(SpanProcessor):
 
 
 class Otlp:
-    """The providers of tracers and meters, what writes to them, and their end."""
+    """The provider of tracers, what writes to it, and its end."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoint: str) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it repeats each failure; one line is ours
-        resource = _resource()
         self.counts = SpanCounts()
-        self.tracers: TracerProvider | None = None
-        self.tracing: Tracing | None = None
-        self.meters: MeterProvider | None = None
-        self.listeners: list[Listener] = []
-        self._exporter: _CountingExporter | None = None
         try:
-            if endpoints.traces is not None:
-                self._exporter = _CountingExporter(OTLPSpanExporter(endpoints.traces), endpoints.traces, self.counts)
-                self.tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
-                batches = BatchSpanProcessor(self._exporter, max_queue_size=MAX_QUEUED)
-                self.tracers.add_span_processor(_BoundedProcessor(batches, self.counts))
-                self.tracing = Tracing(self.tracers, time.monotonic)
-                self.listeners.append(self.tracing.observe)
-            if endpoints.metrics is not None:
-                reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoints.metrics))
-                self.meters = MeterProvider([reader], resource, shutdown_on_exit=False)
-                self.listeners.append(GenAiMetrics(self.meters).observe)
+            self._exporter = _CountingExporter(OTLPSpanExporter(endpoint), endpoint, self.counts)
+            self._tracers = TracerProvider(resource=_resource(), shutdown_on_exit=False)
+            batches = BatchSpanProcessor(self._exporter, max_queue_size=MAX_QUEUED)
         except ValueError as error:  # of a variable
             raise ConfigError(f"OpenTelemetry's SDK refuses its settings (OTEL_*): {error}.") from error
-        for signal, address in endpoints._asdict().items():
-            if address is not None:
-                log.info("%s are sent to %s", signal, address)
+        self._tracers.add_span_processor(_BoundedProcessor(batches, self.counts))
+        self.tracing = Tracing(self._tracers, time.monotonic)
+        log.info("traces are sent to %s", endpoint)
 
     async def close(self) -> None:
         """Send what is queued, for FLUSH_S at most; what is left then is dropped."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def shut_down() -> None:
-            for provider in (self.tracers, self.meters):
-                if provider is not None:
-                    provider.shutdown()
+            self._tracers.shutdown()
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(ended.set)
 
@@ -140,8 +119,7 @@ class Otlp:
             await asyncio.wait_for(ended.wait(), FLUSH_S)
         except asyncio.TimeoutError:
             log.warning("the collector did not take the last spans within %g s", FLUSH_S)
-            if self._exporter is not None:
-                self._exporter.shutdown()
+            self._exporter.shutdown()
 
 
 def _resource() -> Resource:

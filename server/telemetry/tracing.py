@@ -18,7 +18,6 @@ from http import HTTPStatus
 from typing import Final, NamedTuple
 
 from opentelemetry.context import Context
-from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, TracerProvider, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
@@ -62,35 +61,11 @@ OPERATIONS: Final = {
 }
 
 
-class Histogram(NamedTuple):
-    """A metric in seconds, with the bucket boundaries that the conventions ask for."""
-
-    name: str
-    description: str
-    bounds: tuple[float, ...]
-
-
-REQUEST_DURATION: Final = Histogram(
-    "gen_ai.server.request.duration",
-    "Generative AI server request duration such as time-to-last byte or last output token.",
-    (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
-)
-TIME_TO_FIRST_TOKEN: Final = Histogram(
-    "gen_ai.server.time_to_first_token",
-    "Time to generate first token for successful responses.",
-    (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-)
-TIME_PER_OUTPUT_TOKEN: Final = Histogram(
-    "gen_ai.server.time_per_output_token",
-    "Time per output token generated after the first token for successful responses.",
-    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
-)
-
 Attributes = dict[str, AttributeValue]
 
 
 class Outcome(NamedTuple):
-    """How a request ended, as spans and metrics report it."""
+    """How a request ended, as spans report it."""
 
     error_type: str | None  # of a failure of the server, never of the client
     is_abandoned: bool = False  # the client left before the end
@@ -190,46 +165,6 @@ class Tracing:
             for preempted_s in part.preempted_s:
                 child.add_event("quire.preempted", timestamp=round((offset_s + preempted_s) * _NS))
             child.end(begun_ns + round(part.seconds * _NS))
-
-
-class GenAiMetrics:
-    """The conventions' histograms of model servers. One observation is one request, of n choices the slowest."""
-
-    def __init__(self, meters: MeterProvider) -> None:
-        meter = meters.get_meter(_SCOPE, VERSION, SCHEMA_URL)
-        self._duration, self._first, self._per_token = (
-            meter.create_histogram(
-                each.name, "s", each.description, explicit_bucket_boundaries_advisory=list(each.bounds)
-            )
-            for each in (REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN)
-        )
-
-    def observe(self, event: Event) -> None:
-        """Record a request that ended; lines of batches, and what its client abandoned, are left out."""
-        if not isinstance(event, RequestEnded) or event.is_batch or event.record.generation is None:
-            return
-        outcome = outcome_of(event.record, event.status)
-        operation = OPERATIONS.get(event.record.endpoint)
-        if operation is None or outcome.is_abandoned:
-            return
-        model = model_of(event.record)
-        attributes: Attributes = {
-            "gen_ai.operation.name": operation.name,
-            "gen_ai.provider.name": "quire",
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
-        }
-        if outcome.error_type is not None:
-            self._duration.record(event.seconds, attributes | {"error.type": outcome.error_type})
-            return
-        self._duration.record(event.seconds, attributes)
-        generation = event.record.generation
-        spans = generation.timeline.spans()
-        if spans is None or not generation.usage.completion_tokens:
-            return
-        self._first.record(spans.queue_s + spans.prefill_s, attributes)
-        if spans.mean_itl_s is not None:
-            self._per_token.record(spans.mean_itl_s, attributes)
 
 
 def model_of(record: RequestRecord) -> str:

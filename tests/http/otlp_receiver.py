@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.patience import PATIENCE_S, eventually
@@ -37,7 +36,6 @@ class Collector:
 
     def __init__(self) -> None:
         self.spans: list[Received] = []
-        self.metrics: dict[str, list[Any]] = {}  # the last data points by name
         self.headers: list[dict[str, str]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -45,19 +43,12 @@ class Collector:
         self.status = 200
         self.url = ""
 
-    def take(self, path: str, body: bytes) -> None:
+    def take(self, body: bytes) -> None:
         """Decode a document."""
-        if path.endswith("/v1/traces"):
-            traces = ExportTraceServiceRequest.FromString(body)
-            for resource in traces.resource_spans:
-                described = _plain(resource.resource.attributes)
-                for scope in resource.scope_spans:
-                    self.spans += [_received(span, described, scope.schema_url) for span in scope.spans]
-            return
-        for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
-            for scope in resource.scope_metrics:
-                for metric in scope.metrics:
-                    self.metrics[metric.name] = list(metric.histogram.data_points)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            described = _plain(resource.resource.attributes)
+            for scope in resource.scope_spans:
+                self.spans += [_received(span, described, scope.schema_url) for span in scope.spans]
 
     def trace(self, num: int, name: str | None = None) -> list[Received]:
         """Wait for `num` spans of one trace (of that with a span of this name), and return them by their beginning."""
@@ -113,7 +104,7 @@ def collecting() -> Iterator[Collector]:
             collector.asked.set()
             collector.gate.wait(PATIENCE_S)
             if collector.status == 200:
-                collector.take(self.path, body)
+                collector.take(body)
             self.send_response(collector.status)
             self.send_header("content-length", "0")
             self.end_headers()

@@ -1,4 +1,4 @@
-"""Traces and GenAI metrics, as a collector receives them: spans, times, statuses; and a collector that is slow or dead."""
+"""Traces, as a collector receives them: spans, times, statuses; and a collector that is slow or dead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.core.errors import ConfigError
 from engine.core.step import SequenceSlice
 from server.settings.app_config import AppConfig
 from server.telemetry import otlp, tracing
-from server.telemetry.otlp_endpoints import Endpoints, find_endpoints
+from server.telemetry.otlp_endpoint import find_endpoint
 from tests.http.harness import APP, CONFIG
 from tests.patience import PATIENCE_S
 
@@ -33,7 +33,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
 
 
 @pytest.fixture
@@ -328,32 +327,6 @@ def test_a_line_of_a_batch_is_a_trace_of_its_own(
     assert [span.name for span in spans[1:]] == ["queue", "prefill", "decode"]
 
 
-def test_metrics_of_the_conventions_are_pushed(collector: Collector, serve: Callable[..., Live]) -> None:
-    def fail(piece: SequenceSlice) -> str | None:
-        return "a fault" if piece.start >= 200 else None
-
-    live = serve(otlp_metrics_endpoint=collector.url, fail=fail)
-    complete(live)
-    complete(live, prompt="abc", max_tokens=400)  # fails
-    eventually(lambda: len(collector.metrics.get(tracing.REQUEST_DURATION.name, ())) == 2)
-    for each in (tracing.REQUEST_DURATION, tracing.TIME_TO_FIRST_TOKEN, tracing.TIME_PER_OUTPUT_TOKEN):
-        points = collector.metrics[each.name]
-        described = [{item.key: item.value.string_value for item in point.attributes} for point in points]
-        assert tuple(points[0].explicit_bounds) == each.bounds
-        assert described[0] == {
-            "gen_ai.operation.name": "text_completion",
-            "gen_ai.provider.name": "quire",
-            "gen_ai.request.model": "parrot",
-            "gen_ai.response.model": "parrot",
-        }
-        assert points[0].count == 1
-        if each is tracing.REQUEST_DURATION:
-            assert described[1]["error.type"] == "compute_error"
-        else:
-            assert len(points) == 1
-    assert collector.spans == []
-
-
 def span_counts(live: Live) -> dict[str, float]:
     lines = httpx.get(f"{live.url}/metrics", verify=False).text.splitlines()
     shown = [line.rsplit(" ", 1) for line in lines if line.startswith("quire_trace_spans")]
@@ -412,7 +385,7 @@ def test_without_an_address_nothing_is_imported_and_no_header_is_sent(live: Live
     assert "traceparent" not in complete(live).headers
     assert not span_counts(live)
     code = (
-        "import sys, server.app; from server.telemetry.otlp_endpoints import find_endpoints as find; "
+        "import sys, server.app; from server.telemetry.otlp_endpoint import find_endpoint as find; "
         "from tests.http.harness import APP; assert find(APP) is None; "
         "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )
@@ -429,41 +402,33 @@ def app(**fields: str) -> AppConfig:
 
 ADDRESSES = [
     (app(), {}, None),
-    (app(otlp_traces_endpoint="http://c:4318"), {}, Endpoints("http://c:4318/v1/traces", None)),
-    (app(otlp_traces_endpoint="https://c/otlp/traces"), {}, Endpoints("https://c/otlp/traces", None)),
+    (app(otlp_traces_endpoint="http://c:4318"), {}, "http://c:4318/v1/traces"),
+    (app(otlp_traces_endpoint="https://c/otlp/traces"), {}, "https://c/otlp/traces"),
+    (app(), {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318/base/"}, "http://c:4318/base/v1/traces"),
     (
         app(),
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318/base/"},
-        Endpoints("http://c:4318/base/v1/traces", "http://c:4318/base/v1/metrics"),
-    ),
-    (
-        app(otlp_metrics_endpoint="http://m"),
         {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://t/x", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"},
-        Endpoints("http://t/x", "http://m/v1/metrics"),
+        "http://t/x",
     ),
     (app(), {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_SDK_DISABLED": "true"}, None),
-    (
-        app(),
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_METRICS_EXPORTER": "none"},
-        Endpoints("http://c/v1/traces", None),
-    ),
+    (app(), {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_TRACES_EXPORTER": "none"}, None),
 ]
 
 
 @pytest.mark.parametrize(("config", "environment", "expected"), ADDRESSES)
-def test_the_address_of_each_signal(config: AppConfig, environment: dict[str, str], expected: Endpoints | None) -> None:
-    assert find_endpoints(config, environment=environment) == expected
+def test_the_address_of_traces(config: AppConfig, environment: dict[str, str], expected: str | None) -> None:
+    assert find_endpoint(config, environment=environment) == expected
 
 
 @pytest.mark.parametrize("address", ["grpc://c:4317", "c:4317", "http://", "http://c:port"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="otlp-traces-endpoint"):
-        find_endpoints(app(otlp_traces_endpoint=address), environment={})
+        find_endpoint(app(otlp_traces_endpoint=address), environment={})
 
 
 def test_an_address_of_the_environment_that_is_none_is_a_warning() -> None:
     said: list[str] = []
-    assert find_endpoints(app(), said.append, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "localhost:4317"}) is None
+    assert find_endpoint(app(), said.append, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "localhost:4317"}) is None
     assert len(said) == 1
     assert said[0].startswith("traces are not exported: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is 'localhost:4317'")
 
@@ -471,10 +436,10 @@ def test_an_address_of_the_environment_that_is_none_is_a_warning() -> None:
 def test_a_missing_package_is_an_error_for_the_flag_and_a_warning_for_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.telemetry.otlp_endpoints.find_spec", lambda _: None)
+    monkeypatch.setattr("server.telemetry.otlp_endpoint.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'quire-serve\[otel\]'"):
-        find_endpoints(app(otlp_traces_endpoint="http://c"), environment={})
+        find_endpoint(app(otlp_traces_endpoint="http://c"), environment={})
     said: list[str] = []
-    assert find_endpoints(app(), said.append, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}) is None
-    assert len(said) == 3
-    assert "not installed" in said[2]
+    assert find_endpoint(app(), said.append, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}) is None
+    assert len(said) == 2
+    assert "not installed" in said[1]

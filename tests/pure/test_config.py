@@ -307,7 +307,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page", "--no-openapi", "--root-path", "/q",
         "--enable-force-include-usage", "--return-tokens-as-token-ids", "--no-enable-log-requests",
         "--default-chat-template-kwargs", '{"a": 1}',
-        "--otlp-traces-endpoint", "http://c:4318", "--otlp-metrics-endpoint", "http://m:4318",
+        "--otlp-traces-endpoint", "http://c:4318",
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
         "--limit-mm-per-prompt", '{"image": 2}', "--mm-processor-kwargs", '{"max_pixels": 9}',
         "--allowed-media-domains", "a.b", "--allowed-local-media-path", "/tmp",
@@ -376,7 +376,6 @@ def test_every_application_setting_reaches_the_application() -> None:
         shutdown_timeout_s=4.0,
         metrics_compat="vllm",
         otlp_traces_endpoint="http://c:4318",
-        otlp_metrics_endpoint="http://m:4318",
     )
     default = AppConfig(model="", served_model_names=())
     for field in fields(AppConfig):
