@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from loadtest.arguments import not_negative, positive_float, positive_int
+from loadtest.bench import first_model
 from loadtest.beside import add_rounds, cancel, in_turns, p99, split_gaps
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.output import print_table
@@ -53,13 +54,14 @@ class Figures(NamedTuple):
 class Drive:
     """One server and its load."""
 
-    def __init__(self, url: str, model: str, side: int, seed: int) -> None:
+    def __init__(self, url: str, model: str | None, side: int, seed: int) -> None:
         self._client, self._model, self._side = Client(Target.parse(url)), model, side
         self._rng = random.Random(seed)
 
     async def measure(self, beside_s: float, every_s: float) -> Figures:
         """Drive one round."""
         with closing(self._client):
+            self._model = self._model or await first_model(self._client)
             await self._ask(self._image(self._side), 5, 1)  # a warm-up
             image = self._image(self._side)
             first = await self._ask(image, 50, 2)
@@ -137,7 +139,7 @@ def _ttft(outcome: Outcome) -> float:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `images`."""
     add_rounds(parser)
-    parser.add_argument("--model", default="default", metavar="NAME", help="of every server; default %(default)s")
+    parser.add_argument("--model", metavar="NAME", help="of every server; default: the first that /v1/models lists")
     parser.add_argument("--side", type=positive_int, default=512, metavar="PIXELS", help="default %(default)s")
     parser.add_argument(
         "--beside", type=not_negative, default=0, metavar="S", help="how long images arrive beside streams; default 0"

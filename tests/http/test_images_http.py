@@ -17,6 +17,7 @@ import pytest
 from harness import Live
 
 from engine.core.types import Request
+from loadtest.__main__ import main
 from server.answers import handoff, media
 from server.http.bodies import HeldBytes
 from tests.http.fake_images import PAD, TEMPLATE, picture, preprocessor
@@ -567,3 +568,11 @@ def test_images_are_handed_over_by_a_router_alone(
     answer = asked(decode, kv_transfer_params=offered)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
     assert answer["choices"] == plain["choices"]
+
+
+def test_images_are_measured_on_the_model_that_is_served(
+    seeing: Live, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("loadtest.images.text_of", lambda _, num_words: "x" * num_words)
+    assert main(["images", seeing.url, "--side", "8", "--rounds", "1"]) == 0
+    assert "first_s" in capsys.readouterr().out
