@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -32,7 +33,7 @@ from engine.startup.build import build_engine
 from engine.text.fields.chat import ImageSource
 from engine.text.images.families import FAMILIES, ImageTokens
 from engine.text.images.lfm2_vl import Lfm2VlImageProcessor
-from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage, _most_images
+from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage, _load_processor, _most_images
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.tokenizer_files import load_tokenizer
 from quire import LLM, SamplingParams
@@ -580,6 +581,22 @@ def test_options_of_the_processor(tmp_path: Path) -> None:
             plain.prepare(pixels, "messages", wishes=wrong)
     with pytest.raises(InvalidRequestError, match="refuses 500 x 1 pixels"):
         plain.prepare(np.zeros((1, 500, 3), np.uint8), "messages")
+
+
+def test_a_width_that_could_be_channels_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Wide or tall, an image is the same but for its sides; nothing is logged for an operator to worry about."""
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        processor = _load_processor(None, {"image_processor_type": "Gemma4ImageProcessor"}, {"max_soft_tokens": 70})
+        places = [
+            processor(images=[np.zeros(shape, np.uint8)], input_data_format="channels_last", return_tensors="np")
+            for shape in ((3, 48, 3), (48, 3, 3))
+        ]
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    wide, tall = [each["image_position_ids"] for each in places]
+    assert sorted(map(tuple, wide[0].tolist())) == sorted((x, y) for y, x in tall[0].tolist())
+    assert not caplog.messages
 
 
 def test_a_model_whose_files_lack_something_is_served_as_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

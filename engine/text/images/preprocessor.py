@@ -257,6 +257,8 @@ def _load_processor(folder: Path | None, own: Mapping[str, Any], options: Mappin
     """Return the image processor of some settings, which a folder has unless it is None."""
     import transformers  # seconds to import; only models with a tower need it
 
+    # Gemma 4's and InternVL's forget the format between two steps, and guess it right; of widths that could be channels they warn.
+    logging.getLogger("transformers.image_utils").setLevel(logging.ERROR)
     kind, unused = own.get("image_processor_type", ""), options
     if kind.startswith("Lfm2Vl"):
         made: Any = Lfm2VlImageProcessor({**own, **options})
