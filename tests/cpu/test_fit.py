@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.types import Progress
 from engine.files import hf_config
 from engine.files.gguf_kinds import Kind
 from engine.runtime.native.library import native
@@ -149,7 +150,10 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rates, "_LEAST_BYTES", 1)
     if rates.native() is None:
         pytest.skip("no native library and no C compiler")
-    first = rates.product_rates({"BF16", "INT8", "Q4_K", "F32"}, lambda _: None)
+    waited, said = iter([0.0, 1e9, *[0.0] * 9]), list[Progress]()  # for a processor, before and after
+    monkeypatch.setattr(rates, "_waited_s", lambda: next(waited))
+    first = rates.product_rates({"BF16", "INT8", "Q4_K", "F32"}, said.append)
+    assert "other work took the processors meanwhile" in said[-1].detail
     assert all(len(each) == len(rates.AT) and min(each) > 0 for each in first.values())
     monkeypatch.setattr(rates, "_measure", lambda _: (1.0,) * len(rates.AT))
     assert rates.product_rates({"BF16", "INT8"}, lambda _: None) == {kind: first[kind] for kind in ("BF16", "INT8")}
