@@ -10,7 +10,6 @@ from engine.core.errors import QuireError
 from loadtest import bench, beside, compare, fit, hostile, images, sessions, texts, vllm_bench
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
-from loadtest.fleet import command as fleet
 from loadtest.simulation import calibrate, command
 from loadtest.tuning import command as tuning
 
@@ -22,7 +21,6 @@ COMMANDS: Commands = {
     "calibrate": ("measure the time of steps here, for the simulator", calibrate.add_options, calibrate.run),
     "tune": ("find this machine's settings for a model", tuning.add_options, tuning.run),
     "fit": ("tell what a model needs and gives here, from its small files", fit.add_options, fit.run),
-    "fleet": ("drive daemons behind a real router, and foresee the runs", fleet.add_options, fleet.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "beside": ("measure requests beside a long prompt", beside.add_options, beside.run),

@@ -9,21 +9,23 @@ import argparse
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import ConfigError
-from engine.core.types import Progress
+from engine.core.types import Progress, TokenEvent
 from engine.system.cache_folder import keep_foreseen
 from engine.system.host_limits import available_memory, read
 from engine.system.progress import human_bytes
 from loadtest.arguments import positive_int
 from loadtest.output import in_ms, print_table, without_nan
-from loadtest.simulation.closed_loop import Known, foresee
 from loadtest.simulation.costs import DEFAULT_COSTS, StepCosts, Table
+from loadtest.simulation.replica import Replica
 from loadtest.simulation.trace import TraceRequest, to_request
 
 if TYPE_CHECKING:
@@ -174,9 +176,19 @@ def _foresee(form: Fitted, costs: StepCosts, pool: int, num: int, lengths: tuple
     context = form.context(pool, num)
     if context < sum(lengths):
         return Foreseen(num, 0, float("nan"), float("nan"))
-    requests = [to_request(TraceRequest(0.0, *lengths), index) for index in range(_ROUNDS * num)]
-    figures = foresee(requests, Known(form.scheduler(pool), costs), policy="random", num_daemons=1, num_clients=num)
-    return Foreseen(num, context, figures.ttft_mean_s, len(requests) * lengths[1] / figures.duration_s)
+    ttfts_s = list[float]()
+
+    def answered(event: TokenEvent) -> None:
+        assert event.timings is not None, "it has no deadline"
+        ttfts_s.append(event.timings.queue_s + event.timings.prefill_s)
+
+    replica, total = Replica(form.scheduler(pool), costs, on_finish=answered), _ROUNDS * num
+    coming = deque([to_request(TraceRequest(0.0, *lengths), index) for index in range(total)])
+    while coming or replica.has_work:
+        while coming and total - len(coming) - len(ttfts_s) < num:
+            replica.submit(replace(coming.popleft(), arrival_s=replica.now), replica.now)
+        replica.turn()
+    return Foreseen(num, context, fmean(ttfts_s), total * lengths[1] / replica.now)
 
 
 def _best(choices: Sequence[Choice]) -> Choice | None:

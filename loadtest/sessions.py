@@ -38,13 +38,13 @@ from loadtest.client import Client, ClientError, Target
 from loadtest.compare import PeerAsking
 from loadtest.daemon import get_json, total
 from loadtest.errors import LoadtestError
-from loadtest.fleet.foresee import read_recording
 from loadtest.output import in_ms, print_table
 from loadtest.peers.process import free_port, running
 from loadtest.peers.table import DEFAULT_EXECUTABLES, FORMATS, PEERS, PRECISIONS, QUIRE, Peer, Setup
 from loadtest.report import percentile
 from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.replica import Replica
+from loadtest.simulation.step_times import read_recording
 from loadtest.simulation.variants import plain_settings
 from loadtest.workload import Job, text_of
 

@@ -17,19 +17,16 @@ from loadtest.arguments import given, positive_float, positive_int, share
 from loadtest.errors import LoadtestError
 from loadtest.output import progress_bar, save_json
 from loadtest.plots import require_matplotlib
-from loadtest.simulation.closed_loop import Delays, Known, foresee
 from loadtest.simulation.costs import DEFAULT_COSTS, StepCosts
 from loadtest.simulation.figures import Targets, recording_figures, summarize
 from loadtest.simulation.fleet import capacity
-from loadtest.simulation.fleet_figures import show_fleet
-from loadtest.simulation.policies import POLICIES as CLOSED_POLICIES
 from loadtest.simulation.recording import is_recording, replay_recording
 from loadtest.simulation.replay import History, replay
 from loadtest.simulation.replica import Replica
 from loadtest.simulation.report import Row, show, show_fleets, show_recordings
 from loadtest.simulation.routers import ROUTERS
 from loadtest.simulation.together import Model, replay_together
-from loadtest.simulation.trace import TraceRequest, at_speed, clipped, read_trace, to_request, write_trace
+from loadtest.simulation.trace import TraceRequest, at_speed, clipped, read_trace, write_trace
 from loadtest.simulation.variants import groups_of, make_variants
 from loadtest.simulation.workloads import WORKLOADS, generate
 
@@ -53,20 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_shared(fleet)
     fleet.add_argument("--policy", nargs=1, choices=tuple(POLICIES), help="default: as calibrated")
     fleet.add_argument("--replicas", type=positive_int, nargs="+", default=[1, 2, 4], metavar="N", help="default 1 2 4")
-    fleet.add_argument(
-        "--router", nargs="+", choices=(*ROUTERS, *CLOSED_POLICIES), metavar="NAME",
-        help=f"of {', '.join(ROUTERS)}; with --clients, of {', '.join(CLOSED_POLICIES)}; default: all",
-    )  # fmt: skip
-    fleet.add_argument(
-        "--clients", type=positive_int, metavar="N",
-        help="clients that wait for each answer: print cached tokens and latencies instead of rates",
-    )  # fmt: skip
-    fleet.add_argument(
-        "--before-ms", type=float, default=0.0, metavar="MS", help="with --clients: from client to engine; default 0"
-    )
-    fleet.add_argument(
-        "--events-ms", type=float, default=5.0, metavar="MS", help="with --clients: delay of KV events; default 5"
-    )
+    fleet.add_argument("--router", nargs="+", choices=tuple(ROUTERS), default=list(ROUTERS), help="default: all")
     fleet.add_argument("--share", type=share, default=0.99, help="of requests within the targets; default 0.99")
     fleet.set_defaults(simulate=_fleet)
 
@@ -159,24 +143,16 @@ def _fleet(options: argparse.Namespace) -> int:
     if len(variants) > 1:
         raise LoadtestError(f"a fleet is sized for one setting, and --set names {len(variants)}.")
     config = variants[0].config
-    known = CLOSED_POLICIES if options.clients else ROUTERS
-    routers = options.router or list(known)
-    if unknown := [name for name in routers if name not in known]:
-        way = "with" if options.clients else "without"
-        raise LoadtestError(f"--router {unknown[0]} is not known {way} --clients; name one of {', '.join(known)}.")
-    if options.clients:
-        delays = Delays(before_s=options.before_ms / 1e3, events_s=options.events_ms / 1e3)
-        return _closed_fleet(options, Known(config, costs, delays), routers)
     found: dict[tuple[str, int], float] = {}
     with progress_bar() as progress:
-        task = progress.add_task("fleets", total=len(options.replicas) * len(routers))
+        task = progress.add_task("fleets", total=len(options.replicas) * len(options.router))
         for num in options.replicas:
             rows = _rows(options.source[0], options, config.max_model_len, num_replicas=num)
             if rows[-1].arrival_s <= 0:
                 raise LoadtestError("a fleet cannot be sized for requests that all arrive at the same time.")
             if len(rows) * (1 - options.share) < 1:
                 print(f"{len(rows)} requests are too few to measure {options.share:.0%} of them.")
-            for router in routers:
+            for router in options.router:
                 found[router, num] = capacity(
                     rows, config, costs, num_replicas=num, router=ROUTERS[router], targets=_targets(options),
                     share=options.share, depth=options.depth, new_replica=_new_replica(options),
@@ -186,25 +162,6 @@ def _fleet(options: argparse.Namespace) -> int:
     show_fleets(found, goal)
     fleets = [{"router": router, "replicas": num, "requests_per_s": rate} for (router, num), rate in found.items()]
     save_json(options.json, {"settings": given(options), "config": asdict(config), "fleets": fleets})
-    return 0
-
-
-def _closed_fleet(options: argparse.Namespace, known: Known, routers: Sequence[str]) -> int:
-    """Serve a closed loop of clients under each router's policy, and print what was cached and how long it took."""
-    fleets = []
-    for num in options.replicas:
-        rows = _rows(options.source[0], options, known.config.max_model_len)
-        requests = [to_request(row, index) for index, row in enumerate(rows)]
-        found = {
-            router: foresee(requests, known, policy=router, num_daemons=num, num_clients=options.clients)
-            for router in routers
-        }
-        basis = found[routers[0]]
-        ideal = f"ideal: {basis.ideal_tokens:,} cached tokens of {basis.prompt_tokens:,}"
-        print(f"{num} replicas, {options.clients} clients; {ideal}. Times in ms.")
-        show_fleet({router: (1, figures) for router, figures in found.items()})
-        fleets += [{"router": router, "replicas": num, **figures.plain()} for router, figures in found.items()]
-    save_json(options.json, {"settings": given(options), "config": asdict(known.config), "fleets": fleets})
     return 0
 
 

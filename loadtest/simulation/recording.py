@@ -52,7 +52,6 @@ class Replayed:
     num_plans: int = 0
     num_committed: int = 0
     ttfts_s: list[float] = field(default_factory=list)
-    decodes_s: list[float] = field(default_factory=list)  # first token until last
     difference: str = ""  # "" if every plan is as recorded
     end: str = ""  # why the recording ends; "" if it was cut off
 
@@ -228,8 +227,6 @@ class Replayer:
         for each in events:
             if each.prompt is not None:
                 self.done.ttfts_s.append(each.prompt.queue_s + each.prompt.prefill_s)
-            if each.timings is not None:
-                self.done.decodes_s.append(each.timings.decode_s)
 
 
 def _items(line: dict[str, Any], name: str) -> Iterable[tuple[str, Any]]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from engine.core.budget import Beside
 from engine.core.config import SchedulerConfig
-from engine.core.kv.prefix_cache import Listener
 from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
@@ -96,10 +95,6 @@ class Replica:
     def plan_beside(self, beside: Beside | None) -> None:
         """Plan steps beside other models' from now on."""
         self._scheduler.plan_beside(beside)
-
-    def listen(self, listener: Listener) -> None:
-        """Report to `listener` which blocks become findable and which are evicted; before the first request."""
-        self._scheduler.kv._cache._listener = listener  # noqa: SLF001 - as the daemon's publisher is attached
 
     def submit(self, request: Request, at_s: float) -> None:
         """Take a request. Raises ClientError or OverloadedError."""

@@ -32,6 +32,15 @@ FOREIGN_FLAGS |= {
     "--disable-circuit-breaker",
     "--target",
 }
+FOREIGN_FLAGS |= {  # of routers
+    "--cb-timeout-duration-secs",
+    "--health-check-interval-secs",
+    "--kv-event-block-size",
+    "--kv-event-model",
+    "--kv-event-source",
+    "--worker-startup-check-interval",
+    "--worker-urls",
+}
 
 
 def named(page: Path) -> str:

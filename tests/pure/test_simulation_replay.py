@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.queues import POLICIES
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
+from engine.recording.recording import Entry, Journal, RecordingScheduler
 from loadtest.errors import LoadtestError
 from loadtest.report import percentile
 from loadtest.simulation.costs import DEFAULT_COSTS, Front, StepCosts, Table
@@ -23,6 +25,7 @@ from loadtest.simulation.fleet import capacity, highest_speed, natural_rate
 from loadtest.simulation.replay import History, replay
 from loadtest.simulation.replica import Replica
 from loadtest.simulation.routers import ROUTERS
+from loadtest.simulation.step_times import read_recording
 from loadtest.simulation.together import Model, replay_together
 from loadtest.simulation.trace import TraceRequest, to_request
 from loadtest.simulation.variants import measured_config
@@ -251,3 +254,25 @@ def test_an_empty_history_has_figures() -> None:
     figures = summarize(History(replay([TraceRequest(0.0, 600, 5)], config(), COSTS).replicas), GENEROUS)
     assert figures.num_served == 0
     assert math.isnan(figures.ttft_s.p50)
+
+
+def test_step_times_are_read_from_a_recording(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    with path.open("w") as file:
+        journal = Journal(config(), "lengths")
+        file.write(json.dumps(journal.header) + "\n")
+
+        def note(entry: Entry) -> None:
+            file.write(json.dumps(journal.line(entry)) + "\n")
+
+        replica = Replica(config(), COSTS)
+        replica._scheduler = RecordingScheduler(config(), note, replica.stats)  # recorded as a real daemon is
+        for index in range(8):
+            replica.submit(to_request(TraceRequest(0.0, 40 + index, 6), index), 0.0)
+        replica.advance(math.inf)
+    measured = read_recording(path)
+    assert measured.config == config()
+    assert len(measured.ttft_s) == 8
+    assert len(measured.seconds) == len(measured.shapes) > 6
+    assert sum(measured.seconds) == pytest.approx(replica.now)
+    assert max(shape.num_tokens for shape in measured.shapes) == 64

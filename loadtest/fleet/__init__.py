@@ -1,1 +1,0 @@
-"""Several real daemons behind a real router: the load, the runs, and what the simulator foresees of them."""
