@@ -114,6 +114,9 @@ INLINE vu sum_pairs(vs pairs) {
 /* Add the quad `quad` of a group. 16 bits hold 8 sums of two products of codes of four bits, 4 of five, 2 of six. */
 INLINE struct dot dot_add(struct dot dot, vu codes, uint32_t bytes, int bits, int quad) {
     dot.pairs += pair_products(codes, bytes, bits);
+#ifdef X86_INTRINSICS
+    if (bits < 8) __asm__("" : "+x"(dot.pairs)); /* or compilers put all products into memory, and sum them at last */
+#endif
     int most = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
     if ((quad + 1) % most) return dot;
     return (struct dot){dot.sum + sum_pairs(dot.pairs), (vs){0}};
