@@ -177,7 +177,7 @@ INLINE void quant_dot_group(struct quant_format f, int R, const char *block, int
     struct dot dot[QROWS][QALONE];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < num; v++)
-            dot[r][v] = dot_begin(splat_u((uint32_t)x.starts[r]), bits);
+            dot[r][v] = dot_begin(splat_u(f.zero ? (uint32_t)x.starts[r] : 0), bits);
     UNROLL for (int r = 0; r < num_paired; r += 2)
         UNROLL for (int v = 0; v < num; v++) pair_begin(&dot[r][v], &dot[r + 1][v]);
     UNROLL for (int i = 0; i < f.group / 4; i += QUADS)
