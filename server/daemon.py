@@ -215,10 +215,10 @@ class Daemon(uvicorn.Server):
         self._models.abandon(ShuttingDownError(message))
 
     async def _warm_up(self) -> None:
-        """Add the other endpoints and prepare grammars in idle moments, so that no request waits for it."""
+        """Add the other endpoints and prepare grammars in moments without work: no request waits, and no stream for the GIL."""
         await asyncio.sleep(IDLE_S)
         for parts in self._models.loaded:
-            while parts.engine.health().busy:  # noqa: ASYNC110 - there is no event for it
+            while any(engine.health().busy for engine in self._models.engines):  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(IDLE_S)
             if parts.engine.facts.generates:
                 await parts.model.prepare_grammars(warms_up=True)
