@@ -321,13 +321,21 @@ class Rows:
         self._rows: dict[int, _Row] = {}  # by slot
         self._decodes: dict[int, tuple[int, int, int, Params, list[int], tuple[Sample, ...]]] = {}
 
-    def follow(self, plan: StepPlan) -> list[SequenceSlice]:
-        """Begin rows, and return the plan's slices."""
+    def begin(self, plan: StepPlan) -> None:
+        """Begin the plan's rows."""
         for row in plan.rows:
             began = self._rows[row.slot] = row.slot, row.seq_id, row.num_prompt, row.params, list(row.ids)
             self._decodes[row.slot] = *began, (Sample(row.slot, row.seed),)
         for known in plan.ids:
             self._set(known)
+
+    def text(self, slot: int) -> list[int]:
+        """Return a row's ids, to which those that are drawn are appended."""
+        return self._rows[slot][-1]
+
+    def follow(self, plan: StepPlan) -> list[SequenceSlice]:
+        """Begin rows, and return the plan's slices."""
+        self.begin(plan)
         make, decodes = tuple.__new__, self._decodes  # a tenth of a microsecond a slice
         slices = [
             make(SequenceSlice, (*decodes[slot], start, 1, -1, (), ()))

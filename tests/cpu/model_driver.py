@@ -172,6 +172,7 @@ class TinyModel:
     """Two layers of random attention over random embeddings: every logit depends on every token before it."""
 
     vocab_size, max_model_len, dtype = 61, 256, torch.float32
+    described = None
 
     def __init__(
         self, poison: int | None = None, device: torch.device = CPU, windows: Sequence[int | None] = (None, 24)

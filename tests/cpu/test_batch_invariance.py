@@ -5,7 +5,7 @@ bfloat16 rounds every result to three digits, so a last bit that depends on the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,9 @@ from transformers import LlamaConfig
 from engine.core.budget import Costs, Load, StepTime
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
+from engine.core.step import Rows, StepPlan
 from engine.runtime.attention.cpu_native import CpuNativeAttention
+from engine.runtime.execution.plain_steps import PlainStep, PlainSteps
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
@@ -26,7 +28,7 @@ from engine.runtime.native.library import Library, native
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.text.tokenizer_files import load_tokenizer
-from tests.cpu.model_driver import make_runner, request, serve, settings
+from tests.cpu.model_driver import Served, make_runner, request, serve, settings
 from tests.cpu.native_linears import packed
 from tests.cpu.tile_model import tile_model
 
@@ -124,6 +126,17 @@ def know(times: StepTime, load: Load, seconds: float) -> None:
     times.costs, times._num_chunks = Costs(fixed_s=0.01, decode_s=0.001, token_s=0.002), 100
 
 
+def noting(computed: list[StepPlan]) -> Callable[[PlainSteps, StepPlan, Rows], PlainStep]:
+    """PlainSteps.compute, which notes its plans."""
+    compute = PlainSteps.compute
+
+    def note(steps: PlainSteps, plan: StepPlan, rows: Rows) -> PlainStep:
+        computed.append(plan)
+        return compute(steps, plan, rows)
+
+    return note
+
+
 @pytest.fixture(scope="module")
 def model(kernels: Library, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     """The default model, or a small one for the model of tiles, which is slow."""
@@ -157,6 +170,9 @@ def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_swapped_and_on_a
     for one in asked:
         alone |= serve(model, settings(), [one], runner=make_runner(model, settings(), kv_dtype=kv_dtype)).ids
     assert len(alone) == 12
+    computed = list[StepPlan]()
+    monkeypatch.setattr(PlainSteps, "compute", noting(computed))
+    mate = request("mate", prompts[0], max_tokens=4, logprobs=1)  # steps with it are not plain
     regimes = {
         "busy": settings(max_num_seqs=12),
         "chunked": settings(max_num_batched_tokens=16),
@@ -166,11 +182,32 @@ def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_swapped_and_on_a
     }
     for depth, (name, config) in enumerate(regimes.items()):
         scheduler, runner = Scheduler(config), make_runner(model, config, kv_dtype=kv_dtype)
-        served = serve(model, config, asked, depth=depth % 2, apart=1, scheduler=scheduler, runner=runner)
-        assert served.ids == alone, name
+        computed.clear()
+        served = serve(model, config, [*asked, mate], depth=depth % 2, apart=1, scheduler=scheduler, runner=runner)
+        assert {key: ids for key, ids in served.ids.items() if key != ("mate", 0)} == alone, name
+        assert 0 < len(computed) < scheduler.stats.steps
         preempted = scheduler.stats.preempted
         assert (preempted[PreemptionKind.RECOMPUTE] > 0) == name.startswith("preempting")
         assert (preempted[PreemptionKind.SWAP] > 0) == (name == "swapping")
+
+
+def test_of_a_plain_step_the_row_that_is_not_finite_fails_alone(model: CausalLM) -> None:
+    asked = [request(str(first), range(first, first + 20), max_tokens=6) for first in (300, 400)]
+    well = serve(model, settings(), asked)
+    scheduler, runner, served = Scheduler(settings()), make_runner(model, settings()), Served()
+    for one in asked:
+        scheduler.add(one)
+    blocks: list[int] = []
+    while (plan := scheduler.plan(0.0)) is not None:
+        blocks = blocks or list(scheduler.running[0].kv.tables[0][:5])
+        runner.blocks[0][blocks if plan.slots else []] = torch.nan
+        step = runner.run(plan)
+        assert isinstance(step, PlainStep)
+        served.take(scheduler.commit(plan, step.wait(), 0.0))
+    assert served.ids == {("300", 0): well.ids["300", 0][:1], ("400", 0): well.ids["400", 0]}
+    error = served.events["300", 0][-1].error
+    assert error is not None
+    assert "not a finite number" in error.sentence
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=["", "int8"])

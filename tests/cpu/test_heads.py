@@ -46,7 +46,7 @@ class Bag:
     """A model whose state is the mean of the embeddings of all tokens up to a position."""
 
     vocab_size, max_model_len, dtype = VOCAB, 256, torch.float32
-    states = (_SPEC,)
+    states, described = (_SPEC,), None
 
     def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
         states = average(_TABLE[ids], attention)

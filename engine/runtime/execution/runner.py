@@ -40,6 +40,7 @@ from engine.core.step import (
 )
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.backend import Batch
+from engine.runtime.execution.plain_steps import NOT_FINITE, plain_steps
 from engine.runtime.lora.loader import group_rows
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.pooler import Pooled, Pooler, pool
@@ -60,9 +61,6 @@ if TYPE_CHECKING:
 _RULED_OUT = Fault(
     "allowed_token_ids, bad_words and the other constraints of this answer leave no token to continue with; allow more.",
     FailureCause.RULED_OUT,
-)
-_NOT_FINITE = Fault(
-    "The model's output for this request is not a finite number; try another dtype, such as bfloat16 or float32."
 )
 
 
@@ -157,7 +155,7 @@ class ModelStep(PendingStep):
                 }
             for row in [row for row, good in enumerate(is_finite) if not good]:
                 ruled_out = self._slices[self._owners[row]].params.rules_out_tokens
-                faults[row] = _RULED_OUT if ruled_out else _NOT_FINITE
+                faults[row] = _RULED_OUT if ruled_out else NOT_FINITE
             if self._sampled.logprobs is not None:
                 entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
                 result.logprobs = dict(zip(self._num_top, entries, strict=True))
@@ -169,10 +167,10 @@ class ModelStep(PendingStep):
             ]
             prompt_logprobs[scores.slice_index] = entries
             if any(entry.logprob != entry.logprob for entry in entries):
-                errors[scores.slice_index] = _NOT_FINITE
+                errors[scores.slice_index] = NOT_FINITE
         if self._pooled is not None:
             result.pooled, void = self._pooled.to_types()
-            errors |= dict.fromkeys(void, _NOT_FINITE)
+            errors |= dict.fromkeys(void, NOT_FINITE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
         return fold(result, faults, self._slices) if self._has_drafts else result
 
@@ -202,6 +200,7 @@ class ModelRunner:
         self._launched: deque[ModelStep] = deque()
         self._sampler = Sampler(device, resources)
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._plain = None if head is not None else plain_steps(model, kv_cache, config, self._tables, self._last_ids)
         self._config = config
         self._host_pool: HostPool | None = None
         self._graphs: DecodeGraphs | None = None
@@ -296,11 +295,23 @@ class ModelRunner:
         self._paused = StepInPieces(partial(self._run, plan))
         return self._paused
 
-    @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> ModelStep:
-        slices, changes = self._rows.follow(plan), self._tables.follow(plan)
+    def _run(self, plan: StepPlan) -> PendingStep:
+        changes, plain = self._tables.follow(plan), self._plain
         if plan.rows and self._images is not None:
             self._images.follow(plan.rows)
+        if plain is None:
+            return self._launch(plan, changes)
+        plain.follow(plan.rows)
+        if not plain.takes(plan):
+            return self._launch(plan, changes)
+        self._rows.begin(plan)
+        while self._launched:
+            self._launched.popleft().wait()
+        return plain.compute(plan, self._rows)
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan, changes: Changes) -> ModelStep:
+        slices = self._rows.follow(plan)
         self._move_blocks(plan)
         if self._drafter is not None:
             slices = self._draft(self._drafter, plan, slices)

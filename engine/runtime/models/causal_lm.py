@@ -14,7 +14,8 @@ from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.parts import LayerStates, Target
 from engine.runtime.lora.loader import AdapterRows
 from engine.runtime.models.pooler import Pooler
-from engine.runtime.native.decoder import Streams, Vectors
+from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors
+from engine.runtime.native.library import LinearArgs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,10 @@ class CausalLM(Protocol):
     @property
     def capabilities(self) -> ModelCapabilities:
         """Return what the model can do, once it is loaded."""
+
+    @property
+    def described(self) -> tuple[NativeDecoder, LinearArgs] | None:
+        """Return the library's descriptions of the layers and the head, if it computes both and nothing follows them."""
 
     def forward(
         self,

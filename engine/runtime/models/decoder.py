@@ -26,7 +26,7 @@ from engine.runtime.lora.loader import AdapterRows, NativeAdapters, addends
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.models.pooler import Pooler
 from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors
-from engine.runtime.native.library import DTYPES, DecoderArgs, native
+from engine.runtime.native.library import DTYPES, DecoderArgs, LinearArgs, native
 from engine.runtime.schemes.linear import Embedding, Linear, Scheme, ShardedEmbedding
 from engine.runtime.weights.expert_names import their_name
 
@@ -110,6 +110,14 @@ class Decoder:
             generates=self._head is not None,
             both_ways=self.config.both_ways,
         )
+
+    @property
+    def described(self) -> tuple[NativeDecoder, LinearArgs] | None:
+        """Return the library's descriptions of the layers and the head, if it computes both and nothing follows them."""
+        head, scales = None if self._head is None else self._head.args, self.config.logit_multiplier != 1.0
+        if self._native is None or head is None or self._shards is not None:
+            return None
+        return None if scales or self.config.logit_softcap is not None else (self._native, head)
 
     def forward(
         self,

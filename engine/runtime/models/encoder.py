@@ -112,6 +112,8 @@ class _Distances:
 class Encoder:
     """A CausalLM that generates nothing; some rope scalings need `served_len`, the longest sequence it will see."""
 
+    described = None
+
     def __init__(
         self,
         config: EncoderConfig,

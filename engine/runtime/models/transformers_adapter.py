@@ -76,6 +76,7 @@ class TransformersModel:
     capabilities = ModelCapabilities()  # no graphs: other code may run on the host in between
     vectors = VectorSettings()
     pooler: Pooler | None = None
+    described = None
 
     def __init__(self, model: Any, max_model_len: int, source: str) -> None:
         self.max_model_len = max_model_len

@@ -23,4 +23,6 @@ SHARED struct forward_args {
     int64_t num_vectors, num_deep;
 };
 
+EXPORT int32_t quire_forward(const struct forward_args *);
+
 #endif

@@ -153,13 +153,11 @@ class NativeDecoder:
         vectors: Vectors | None = None,
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows`, or of all; all indices are int64."""
-        if self._bound is not step:
-            self._bind(step)
         num_tokens = ids.shape[0]  # a tensor's len() is Python
         num_rows = num_tokens if rows is None else rows.shape[0]
         hidden = torch.empty(num_rows, self._decoder.hidden, dtype=self._dtype)
         args = ForwardArgs(
-            addressof(self._decoder), ids.data_ptr(), positions.data_ptr(), None if rows is None else rows.data_ptr(),
+            self.bound_to(step), ids.data_ptr(), positions.data_ptr(), None if rows is None else rows.data_ptr(),
             hidden.data_ptr(), num_tokens, num_rows,
         )  # fmt: skip
         if adapters is not None:
@@ -176,6 +174,12 @@ class NativeDecoder:
             args.num_deep, args.num_vectors = len(values) - 1, len(vectors.rows)
         self._library.forward(args)
         return hidden
+
+    def bound_to(self, step: PagedStep) -> int:
+        """Return the address of the description over a pool, valid until it is bound to another."""
+        if self._bound is not step:
+            self._bind(step)
+        return addressof(self._decoder)
 
     def _bind(self, step: PagedStep) -> None:
         mixing = [layer for layer in self._layers for part in (layer.mixer, layer.beside) if part.kind]

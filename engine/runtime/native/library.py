@@ -169,6 +169,8 @@ DRAW = Struct("".join(kind._type_ for _, kind in Draw._fields_))  # type: ignore
 
 # ids = one token for each row of logits; the logits are overwritten.
 SampleArgs = structure("sample_args", draws=c_char_p)
+StepGroup = structure("step_group")  # what layers of one block table read in a step
+StepArgs = structure("step_args")  # a step that is drawn from the logits as they are
 
 
 class Library:
@@ -204,6 +206,7 @@ class Library:
         self.forward = _entry(functions.quire_forward, ForwardArgs)
         self.mixture = _entry(functions.quire_moe, MixtureCall)
         self.sample = _entry(functions.quire_sample, SampleArgs)
+        self.step = _entry(functions.quire_step, StepArgs)
         ranks = POINTER(GroupArgs)
         self.group_bytes = _declare(functions.quire_group_bytes, c_int64, c_int32)
         self.group_abort = _declare(functions.quire_group_abort, None, ranks)

@@ -427,6 +427,7 @@ static inline const struct gemm_job *job_of(const struct gemm_job *jobs, int64_t
 /* The entry points that decoder.c calls as well. Each returns a status. */
 #define EXPORT __attribute__((visibility("default")))
 EXPORT int32_t quire_gemm(const struct gemm_args *);
+EXPORT int32_t quire_sample(const struct sample_args *);
 EXPORT int32_t quire_gemm_heads(const struct heads_args *);
 size_t quire_rows_bytes(const struct gemm_args *);
 int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k);

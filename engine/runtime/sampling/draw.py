@@ -114,7 +114,7 @@ def draw(
 def _draw_natively(library: Library, logits: Tensor, wishes: Sequence[Wish], last_ids: Tensor | None = None) -> Drawn:
     num_rows, vocab_size = logits.shape
     ids, is_finite = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
-    draws = b"".join([_native_draw(wish, vocab_size) for wish in wishes])
+    draws = b"".join([pack_draw(wish, vocab_size) for wish in wishes])
     last = None if last_ids is None else last_ids.data_ptr()
     addresses = logits.data_ptr(), draws, ids.data_ptr(), is_finite.data_ptr()
     library.sample(SampleArgs(*addresses, num_rows, vocab_size, last))
@@ -139,7 +139,8 @@ def _draw_in_triton(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties
     return sample(logits, draws, penalties, is_drawing=any(temperatures), is_ranking=is_ranking)
 
 
-def _native_draw(wish: Wish, vocab_size: int) -> bytes:
+def pack_draw(wish: Wish, vocab_size: int) -> bytes:
+    """Return how a row is drawn as the library reads it."""
     temperature, top_k, top_p, min_p, seed, position, slot = wish
     top_k = top_k if top_k < vocab_size else 0
     return DRAW.pack(top_p, temperature, lowest_score(min_p), top_k, seed & SEED_MASK, position, slot)

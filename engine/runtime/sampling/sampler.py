@@ -307,6 +307,12 @@ def reads_text(params: Params) -> bool:
     return params.is_penalized or bool(params.bad_words) or params.grammar is not None
 
 
+def draws_plainly(params: SamplingParams) -> bool:
+    """Return whether all draws need only logits, temperature, filters and noise, and nothing but the draws is wanted."""
+    asks_more = params.logprobs is not None or params.prompt_logprobs is not None or params.beam is not None
+    return not (asks_more or params.min_tokens or params.adapter or reads_text(params) or _edits_tokens(params))
+
+
 def is_plain(piece: SequenceSlice) -> bool:
     """Return whether a draw needs only logits, temperature, filters and noise."""
     params = piece.params
@@ -316,10 +322,11 @@ def is_plain(piece: SequenceSlice) -> bool:
 
 def _is_edited(piece: SequenceSlice) -> bool:
     """Return whether logits of single tokens may change before the draw."""
-    params = piece.sampling
-    if params.logit_bias or params.bad_words or params.allowed_token_ids is not None:
-        return True
-    return params.is_penalized or bool(_too_early(piece))
+    return _edits_tokens(piece.sampling) or piece.sampling.is_penalized or bool(_too_early(piece))
+
+
+def _edits_tokens(params: SamplingParams) -> bool:
+    return bool(params.logit_bias or params.bad_words) or params.allowed_token_ids is not None
 
 
 def _constrained(row: _Row, grammar: Grammar) -> Constrained:

@@ -1,0 +1,131 @@
+"""Steps that the native library computes in one call: all of their rows are drawn from the logits as the model leaves them.
+
+Nothing of such a step is a tensor: after a forward pass, which takes the caches of a core, the first operation of torch or
+numpy costs as much as all of this. runner.py computes the other steps, and the same bits. Engine thread.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from ctypes import addressof, c_bool, c_int64, memmove
+
+from torch import Tensor
+
+from engine.core.config import SchedulerConfig
+from engine.core.step import Fault, PendingStep, Rows, RowStart, StepPlan, StepResult
+from engine.core.types import SamplingParams
+from engine.runtime.models.causal_lm import CausalLM
+from engine.runtime.native.decoder import NativeDecoder, PagedLayer, PagedStep
+from engine.runtime.native.library import DRAW, Draw, Library, LinearArgs, StepArgs, StepGroup, native
+from engine.runtime.pool.batch import RowTables
+from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.sampling.draw import Wish, pack_draw
+from engine.runtime.sampling.sampler import draws_plainly
+
+NOT_FINITE = Fault(
+    "The model's output for this request is not a finite number; try another dtype, such as bfloat16 or float32."
+)
+
+
+class PlainStep(PendingStep):
+    """A step that was computed when it was launched."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+class PlainSteps:
+    """Computes such steps; other steps share the tables and the last ids."""
+
+    def __init__(
+        self,
+        library: Library,
+        model: tuple[NativeDecoder, LinearArgs],
+        pool: PagedStep,
+        groups: Iterable[int],
+        config: SchedulerConfig,
+        tables: RowTables,
+        last_ids: Tensor,
+    ) -> None:
+        """`groups` has the block table of each layer of the pool."""
+        num_slots = config.max_num_seqs
+        self._library, (self._decoder, self._head), self._pool = library, model, pool
+        self._others = set[int]()  # slots of rows that are not plain
+        self._last_ids = last_ids.numpy()
+        self._draws, self._ids, self._are_finite = (Draw * num_slots)(), (c_int64 * num_slots)(), (c_bool * num_slots)()
+        shared = {
+            addressof(layer.attend): StepGroup(addressof(layer.store), addressof(layer.attend), group)
+            for layer, group in zip(pool, groups, strict=True)
+            if isinstance(layer, PagedLayer)
+        }
+        self._groups = (StepGroup * len(shared))(*shared.values())
+        self._args = StepArgs(
+            head=addressof(self._head),
+            groups=addressof(self._groups),
+            tables=tables.rows.ctypes.data,
+            draws=addressof(self._draws),
+            last_ids=last_ids.data_ptr(),
+            num_groups=len(shared),
+            num_tables=config.num_groups,
+            num_slots=num_slots,
+            width=tables.width,
+            block_size=config.block_size,
+            ids=addressof(self._ids),
+            is_finite=addressof(self._are_finite),
+        )
+
+    def follow(self, rows: Iterable[RowStart]) -> None:
+        """Take in rows that begin."""
+        for row in rows:
+            slot, params = row.slot, row.params
+            self._last_ids[slot] = row.ids[-1]
+            if not isinstance(params, SamplingParams) or not draws_plainly(params) or row.spans:
+                self._others.add(slot)
+                continue
+            self._others.discard(slot)
+            wish = Wish(params.temperature, params.top_k, params.top_p, params.min_p, row.seed, 0, slot)
+            memmove(addressof(self._draws) + slot * DRAW.size, pack_draw(wish, self._head.n), DRAW.size)
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Return whether a plan is such a step, and moves no blocks."""
+        if not plan.num_tokens or plan.copies or plan.swap_out or plan.swap_in:
+            return False
+        is_odd = any(chunk.slot in self._others or len(chunk.samples) > 1 for chunk in plan.chunks)
+        return not is_odd and self._others.isdisjoint(plan.slots)
+
+    def compute(self, plan: StepPlan, rows: Rows) -> PlainStep:
+        """Compute a step, all steps before which are known."""
+        args, drawn, owners = self._args, [rows.text(slot) for slot in plan.slots], [*range(len(plan.slots))]
+        numbers, known = array("q", plan.slots + plan.positions), list[int]()
+        for index, chunk in enumerate(plan.chunks, start=len(plan.slots)):
+            text = rows.text(chunk.slot)
+            numbers.extend((chunk.slot, chunk.start, chunk.num_tokens, len(chunk.samples)))
+            known += text[chunk.start : chunk.start + chunk.num_tokens]
+            if chunk.samples:
+                drawn.append(text)
+                owners.append(index)
+        numbers.extend(known)
+        args.numbers, args.num_decodes, args.num_chunks = numbers.buffer_info()[0], len(plan.slots), len(plan.chunks)
+        args.decoder = self._decoder.bound_to(self._pool)
+        self._library.step(args)
+        result, are_finite = StepResult(self._ids[: len(drawn)]), self._are_finite[: len(drawn)]
+        if not all(are_finite):
+            result.errors = {owner: NOT_FINITE for owner, good in zip(owners, are_finite, strict=True) if not good}
+        for text, token in zip(drawn, result.token_ids, strict=True):
+            text.append(token)
+        return PlainStep(result)
+
+
+def plain_steps(
+    model: CausalLM, kv_cache: KVCache, config: SchedulerConfig, tables: RowTables, last_ids: Tensor
+) -> PlainSteps | None:
+    """Return what computes plain steps, if the library does so for this model and pool."""
+    library, pool = native(), kv_cache.paged_step
+    has_other_steps = config.whole_step or config.state_blocks or config.num_speculative_tokens
+    if library is None or pool is None or has_other_steps or model.described is None:
+        return None
+    return PlainSteps(library, model.described, pool, kv_cache.groups.group_of, config, tables, last_ids)
