@@ -307,7 +307,7 @@ async def _stop(parts: State) -> None:
         await parts.batches.worker.stop()
     await parts.models.stop(parts.config.shutdown_timeout_s)
     for model in parts.models.loaded:
-        await model.close()
+        model.close()
     if parts.batches is not None:
         parts.batches.close()
     parts.bodies.close()

@@ -102,12 +102,6 @@ class KVTransferParams(RequestBody):
         description="That daemon's host, one of peers in --kv-transfer-config; absent for shared memory.",
     )
     remote_port: int = Field(0, ge=0, le=65535, description="That daemon's port for K/V.")
-    adapter: str = Field(
-        "",
-        max_length=64,
-        pattern=r"^[0-9a-f]*$",
-        description="The digest of an adapter of the prefill daemon, in hexadecimal, in place of its name.",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> KVTransferParams:

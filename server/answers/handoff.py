@@ -1,10 +1,10 @@
 """Negotiates the hand-over of K/V from a prefill daemon to a decode daemon.
 
-A request with `do_remote_decode` has the prefill daemon compute its prompt, keep the K/V for a while, and answer where it
-is. A request with `do_remote_prefill` has the decode daemon (--kv-transfer-config) take it from there, and continue as if
-its prefix cache had held the K/V before, so the answer is the same as without a hand-over. Between the two stands a
-router, or the decode daemon asks the prefill daemon itself. If anything fails, the prompt is computed here: a stream may
-be late, it is never lost. Event loop; the engine copies (engine/handover.py).
+A router stands between the two. A request with `do_remote_decode` has the prefill daemon compute its prompt, keep the K/V
+for a while, and answer where it is. A request with `do_remote_prefill` has the decode daemon (--kv-transfer-config) take it
+from there, and continue as if its prefix cache had held the K/V before, so the answer is the same as without a hand-over.
+If anything fails, the prompt is computed here: a stream may be late, it is never lost. Event loop; the engine copies
+(engine/handover.py).
 """
 
 from __future__ import annotations
@@ -13,34 +13,31 @@ import asyncio
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import Enum
 from math import inf
 from typing import Any
 
 from engine.core.errors import ParcelError, QuireError
 from engine.core.kv.prefix_cache import chain_root, request_names
-from engine.core.types import PoolingParams, Request
+from engine.core.types import Request
 from engine.handle import CountMissing, EngineHandle, HandoverConfig, OpenHandover, Prefix, ReceivePrefix, SendPrefix
 from engine.settings.peer import Peer
 from server.answers.body import KVTransferParams
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
-from server.telemetry.events import TRACE_HEADERS
 
 log = logging.getLogger("quire.handoff")
 
-MIN_BLOCKS = 4  # of a prompt that are neither cached here nor computed here as fast as they are asked for
 LEAST_PATIENCE_S = 1.0  # with a daemon that has much to do; computing short prompts here may be faster
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 64.0  # in which a daemon that failed is not asked; it doubles with each failure
-_REFUSALS = (401, 403, 429)  # as from 500 on, the daemon and not the request is the reason
 
 
 class HandoffOutcome(str, Enum):
     """What became of a prompt; a label of the counter."""
 
     RECEIVED = "received"  # its K/V came from the prefill daemon
-    SHORT = "short"  # too little of it was left to compute for asking
+    SHORT = "short"  # all of it was cached here
     FAILED = "failed"  # it should have come, and had to be computed here all the same
 
 
@@ -90,10 +87,6 @@ class Pauses:
         self._is_probing = False
 
 
-class _UnavailableError(Exception):
-    """The prefill daemon serves no request now."""
-
-
 class Sender:
     """A prefill daemon's end."""
 
@@ -135,87 +128,24 @@ class Receiver:
 
     def __init__(self, engine: EngineHandle, config: AppConfig, count: Callable[[HandoffOutcome], None]) -> None:
         """Raises ConfigError."""
-        import httpx  # 45 ms, and few daemons receive
-
         self._engine, self._count, self._handover = engine, count, handover_config(config)
         engine.control(OpenHandover(self._handover)).result()
-        self._timeout_s = config.prefill_timeout_s
-        self._client = None
-        if config.prefill_url is not None:
-            key = config.api_keys[0] if config.api_keys else ""
-            self._client = httpx.AsyncClient(
-                base_url=config.prefill_url,
-                headers={"authorization": f"Bearer {key}"} if key else {},
-                timeout=httpx.Timeout(config.prefill_timeout_s, connect=5.0),
-                limits=httpx.Limits(max_connections=256),
-            )
-            least = MIN_BLOCKS * engine.config.block_size
-            log.info("prompts with at least %d tokens to compute are computed by %s", least, config.prefill_url)
+        self._timeout_s = config.kv_transfer_timeout_s
         self._is_well = True  # the last prompt that was asked for came
         self._pauses: dict[object, Pauses] = defaultdict(lambda: Pauses(engine.clock))  # by address, of the settings
 
-    async def fetch(self, requests: Sequence[Request], transfer: KVTransferParams | None) -> None:
-        """Fill the prefix cache with the beginnings of prompts, if possible. Raises ApiError for a foreign address."""
-        if transfer is not None and transfer.do_remote_prefill:
-            await self._take_offered(requests[0], transfer)
-        elif self._client is not None:
-            await asyncio.gather(*(self._ask_for(request) for request in requests))
-
-    async def close(self) -> None:
-        """Close the connections."""
-        if self._client is not None:
-            await self._client.aclose()
-
-    async def _take_offered(self, request: Request, transfer: KVTransferParams) -> None:
-        """Take what a router says that another daemon computed."""
+    async def fetch(self, request: Request, transfer: KVTransferParams) -> None:
+        """Fill the prefix cache with the beginning of a prompt, if possible. Raises ApiError for a foreign address."""
         peer = self._allowed(transfer)
         if request.params.prompt_logprobs is not None:
             return  # every position has to be computed here
-        prefix = prefix_of(self._engine, request)
-
-        async def take(patience_s: float) -> bool:
-            await self._take(transfer.remote_request_id, prefix, peer, patience_s)
-            return True
-
-        await self._receive(request, prefix, 1, peer or "shared memory", take)
-
-    async def _ask_for(self, request: Request) -> None:
-        """Have the prefill daemon of the settings compute a prompt, and take its K/V."""
-        params = request.params
-        if (
-            request.is_background
-            or params.prompt_logprobs is not None
-            or isinstance(params, PoolingParams)
-            or request.spans
-        ):
-            return  # no client waits, every position has to be computed here, or ids alone would not say all of it
-        missing = prefix_of(self._engine, request)
-
-        async def ask_and_take(patience_s: float) -> bool:
-            transfer = await self._ask(request)
-            if transfer is None:
-                return False
-            prefix = missing._replace(root=chain_root(_remote_salt(request), _adapter(request)))
-            await self._take(transfer.remote_request_id, prefix, self._allowed(transfer), patience_s)
-            return True
-
-        await self._receive(request, missing, MIN_BLOCKS, self._prefill_url, ask_and_take)
-
-    async def _receive(
-        self,
-        request: Request,
-        prefix: Prefix,
-        least: int,
-        where: object,
-        take: Callable[[float], Coroutine[Any, Any, bool]],
-    ) -> None:
-        """Take a prompt's K/V from `where`, if at least so many blocks are missing; count and log what became of it."""
+        prefix, where = prefix_of(self._engine, request), peer or "shared memory"
         try:
             missing = await asyncio.wrap_future(self._engine.control(CountMissing(prefix)))
         except QuireError as error:
             self._note(HandoffOutcome.FAILED, where, f"{type(error).__name__}: {error}")
             return
-        if missing.num_blocks < least:
+        if not missing.num_blocks:
             self._count(HandoffOutcome.SHORT)
             return
         pauses = self._pauses[where]
@@ -226,17 +156,17 @@ class Receiver:
         limit_s = self._limit_s(request)
         patience_s = min(self._timeout_s, limit_s, max(missing.seconds, LEAST_PATIENCE_S))
         try:
-            is_there = await asyncio.wait_for(take(patience_s), patience_s)
+            taking = self._engine.control(ReceivePrefix(transfer.remote_request_id, prefix, peer, patience_s))
+            await asyncio.wait_for(asyncio.wrap_future(taking), patience_s)
             pauses.succeed()
         except Exception as error:  # any: the prompt is computed here
             # A request with a short deadline, or for what is not there, says nothing about the daemon.
             is_impatient = isinstance(error, (TimeoutError, asyncio.TimeoutError)) and patience_s == limit_s
-            if not (is_impatient or isinstance(error, (ParcelError, ApiError))):
+            if not (is_impatient or isinstance(error, ParcelError)):
                 pauses.fail()
-            why = error.message if isinstance(error, ApiError) else str(error)
-            self._note(HandoffOutcome.FAILED, where, f"{type(error).__name__}: {why}")
+            self._note(HandoffOutcome.FAILED, where, f"{type(error).__name__}: {error}")
         else:
-            self._note(HandoffOutcome.RECEIVED if is_there else HandoffOutcome.FAILED, where)
+            self._note(HandoffOutcome.RECEIVED, where)
         finally:
             pauses.leave()
 
@@ -252,43 +182,13 @@ class Receiver:
             raise ApiError(400, "peer_not_allowed", message, "kv_transfer_params.remote_host")
         return peer
 
-    async def _take(self, name: str, prefix: Prefix, peer: Peer | None, patience_s: float) -> None:
-        await asyncio.wrap_future(self._engine.control(ReceivePrefix(name, prefix, peer, patience_s)))
-
     def _limit_s(self, request: Request) -> float:
-        """Return how long a request itself lets the prefill daemon take; infinite without a deadline."""
+        """Return how long a request itself lets K/V take; infinite without a deadline."""
         limits = [limit for limit in (request.deadline_s, request.max_queue_s) if limit is not None]
         return min([limit / 2 for limit in limits], default=inf)
 
-    async def _ask(self, request: Request) -> KVTransferParams | None:
-        assert self._client is not None
-        transfer: dict[str, object] = {"do_remote_decode": True}
-        if request.params.adapter is not None:
-            transfer["adapter"] = request.params.adapter.digest.hex()
-        body = {
-            "prompt": request.prompt,
-            "max_tokens": 1,
-            "temperature": 0,
-            "cache_salt": _remote_salt(request),
-            "kv_transfer_params": transfer,
-        } | ({"priority": request.priority} if request.priority else {})
-        answer = await self._client.post("/v1/completions", json=body, headers=TRACE_HEADERS.get())
-        if answer.status_code >= 500 or answer.status_code in _REFUSALS:
-            raise _UnavailableError(f"it answered {answer.status_code}: {answer.text[:200]}")
-        if answer.is_error:
-            raise ParcelError(f"it answered {answer.status_code}: {answer.text[:200]}")
-        document = answer.json()
-        if "kv_transfer_params" not in document:
-            raise ParcelError("it offers no K/V; start it with role prefill in --kv-transfer-config")
-        offered = document["kv_transfer_params"]
-        return None if offered is None else KVTransferParams.model_validate(offered)
-
-    @property
-    def _prefill_url(self) -> object:
-        return "" if self._client is None else self._client.base_url
-
     def _note(self, outcome: HandoffOutcome, where: object, why: str = "") -> None:
-        """Count an outcome; log only when the prefill daemon starts or stops to answer."""
+        """Count an outcome; log only when prefill daemons start or cease to hand over."""
         self._count(outcome)
         is_well = outcome is HandoffOutcome.RECEIVED
         if is_well and not self._is_well:
@@ -298,18 +198,8 @@ class Receiver:
         self._is_well = is_well or (self._is_well and not why)
 
 
-def _adapter(request: Request) -> bytes:
-    return b"" if request.params.adapter is None else request.params.adapter.digest
-
-
-def _remote_salt(request: Request) -> str:
-    """Return the salt that keeps owners apart on the prefill daemon."""
-    if not request.cache_owner:
-        return request.cache_salt
-    return chain_root(request.cache_salt, owner=request.cache_owner).hex()
-
-
 def prefix_of(engine: EngineHandle, request: Request) -> Prefix:
     """Return what names the K/V of a request's prompt."""
-    root = chain_root(request.cache_salt, _adapter(request), request.cache_owner)
+    adapter = b"" if request.params.adapter is None else request.params.adapter.digest
+    root = chain_root(request.cache_salt, adapter, request.cache_owner)
     return Prefix(request_names(request, engine.config), request.prompt, root)

@@ -83,10 +83,8 @@ class ModelParts:
         """Return the name that is reported."""
         return self.config.served_model_names[0]
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close what the engine does not own."""
-        if self.responder.receiver is not None:
-            await self.responder.receiver.close()
         self.model.tokenizer.close()
         if self.model.images is not None:
             self.model.images.close()
@@ -383,7 +381,7 @@ class Models:
         entry.parts, entry.error = None, ""
         parts.forget()
         await parts.client.stop(0.0)
-        await parts.close()
+        parts.close()
         del parts
         await asyncio.get_running_loop().run_in_executor(self.loader, give_memory_back)
         log.info("unloaded %s", entry.name)

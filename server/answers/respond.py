@@ -187,8 +187,9 @@ class Responder:
 
         Raises what the engine refuses with, before anything is sent.
         """
-        if body.kv_transfer_params is not None or self.receiver is not None:
-            requests = await self._hand_over(http, body, requests)
+        transfer = body.kv_transfer_params
+        if transfer is not None and (transfer.do_remote_decode or transfer.do_remote_prefill):
+            requests = await self._hand_over(http, body, requests, transfer)
         turns = None if self.guard is None else talks(body, requests, self.tokenizer)
         answer, generation = self.submit(http, requests, rules, stream=body.stream, turns=turns)
         if isinstance(generation, GuardedGeneration):
@@ -226,25 +227,20 @@ class Responder:
 
     # -- hand-over ---------------------------------------------------------------------------------------------------
 
-    async def _hand_over(self, http: HttpRequest, body: SamplingBody, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return the requests to submit, once K/V that another daemon computed is here. Raises ApiError."""
-        transfer = body.kv_transfer_params
-        if transfer is not None and (transfer.do_remote_decode or transfer.do_remote_prefill):
-            requests = self._transferred(body, requests, transfer)
-        if self.receiver is not None:
-            for request in requests:
-                check_request(request, self.client.engine.config)
-            fetching = self.receiver.fetch(self.admit(state_of(http.scope), requests), transfer)
-            await unless_disconnected(http.receive, fetching)
-        return requests
-
-    def _transferred(
-        self, body: SamplingBody, requests: Sequence[Request], transfer: KVTransferParams
+    async def _hand_over(
+        self, http: HttpRequest, body: SamplingBody, requests: Sequence[Request], transfer: KVTransferParams
     ) -> Sequence[Request]:
-        """Return the requests of a hand-over, on a prefill daemon for one token. Raises ApiError."""
+        """Return the request to submit: on a prefill daemon for one token, on a decode daemon once its K/V is here.
+
+        Raises ApiError.
+        """
         if len(requests) > 1:
             message = f"kv_transfer_params is of one prompt, and there are {len(requests)}; send each in a request."
             raise ApiError(400, "invalid_value", message, "prompt")
+        if self.receiver is not None and transfer.do_remote_prefill:
+            check_request(requests[0], self.client.engine.config)
+            [request] = self.admit(state_of(http.scope), requests)
+            await unless_disconnected(http.receive, self.receiver.fetch(request, transfer))
         if self.sender is None or not transfer.do_remote_decode:
             return requests
         if body.stream:
@@ -253,13 +249,6 @@ class Responder:
         params = requests[0].params
         assert isinstance(params, SamplingParams), "the body is of one that generates"
         params = replace(params, max_tokens=min(params.max_tokens, 1), min_tokens=0)
-        if transfer.adapter:
-            loaded = (each.adapter for each in self.client.engine.adapters.values())
-            adapter = next((each for each in loaded if each.digest.hex() == transfer.adapter), None)
-            if adapter is None:
-                message = "The adapter of kv_transfer_params is not loaded here; load it on both daemons."
-                raise ApiError(404, "model_not_found", message, "kv_transfer_params.adapter")
-            params = replace(params, adapter=adapter)
         return [replace(requests[0], params=params)]
 
 

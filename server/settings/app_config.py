@@ -123,19 +123,12 @@ class AppConfig:
         "prefill also computes prompts for decode daemons, which take over their K/V",
         choices=("both", "prefill", "decode"),
     )
-    prefill_url: str | None = _transfer(
-        "prefill_url",
-        None,
-        "URL",
-        "address of a decode daemon's prefill daemon, which has the same --api-key",
-        unset="none",
-    )
-    prefill_timeout_s: float = _transfer(
+    kv_transfer_timeout_s: float = _transfer(
         "timeout_s",
         60.0,
         "SECONDS",
-        "longest wait for a prefill daemon; then the prompt is computed here",
-        name="prefill_timeout",
+        "longest wait of a decode daemon for K/V; then the prompt is computed here",
+        name="kv_transfer_timeout",
         above=0,
     )
     kv_connector_dir: Path | None = _transfer(

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
 
 from engine.settings.peer import Peer, is_peer
 from engine.settings.setting import Conflict
 from engine.text.types import RESERVED
 
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+/?")
-
-
-def _is_url(text: str) -> bool:
-    """Return whether a text is the address of a server, without a path."""
-    try:
-        parts = urlsplit(text)
-        has_address = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-        return parts.scheme in ("http", "https") and has_address and parts.path in ("", "/")
-    except ValueError:
-        return False
 
 
 # `c` is the Settings.
@@ -32,19 +21,6 @@ CONFLICTS = (
         lambda c: c.models and (c.role != "both" or c.record or c.kv_events_config or c.tensor_parallel_size > 1),
         "--models does not go with --kv-transfer-config, --record, --kv-events-config or --tensor-parallel-size; serve such "
         "a model alone.",
-    ),
-    Conflict(
-        lambda c: c.role == "decode" and not c.prefill_url and not c.kv_connector_peers,
-        "--kv-transfer-config: role is 'decode', which needs prefill_url, the address of a prefill daemon; or peers, if a "
-        "router asks it.",
-    ),
-    Conflict(
-        lambda c: c.role != "decode" and c.prefill_url,
-        "--kv-transfer-config: prefill_url is for the role decode, and role is {c.role!r}; leave one of them out.",
-    ),
-    Conflict(
-        lambda c: c.prefill_url and not _is_url(c.prefill_url),
-        "--kv-transfer-config: prefill_url is {c.prefill_url!r}; it must be like http://127.0.0.1:8001.",
     ),
     Conflict(
         lambda c: c.role != "prefill" and (c.kv_connector_listen or c.kv_connector_host),

@@ -10,8 +10,7 @@ string ended is over for the client before the engine reports it; until then its
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -367,14 +366,10 @@ class FieldIgnored(NamedTuple):
 
 
 class PrefillDelegated(NamedTuple):
-    """The decode daemon asked the prefill daemon for a prompt."""
+    """A prompt came to a decode daemon with the place of its K/V."""
 
     outcome: str
 
-
-# The headers that a request of ours carries so that its receiver continues the trace; none without traces. Set for the task
-# of an HTTP request, and for the tasks that it starts.
-TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default={})  # noqa: B039 - never changed
 
 Event = RequestOpened | RequestEnded | HttpAnswered | TenantRefused | FieldIgnored | PrefillDelegated
 Listener = Callable[[Event], None]

@@ -28,7 +28,7 @@ from engine.core.errors import ShuttingDownError
 from engine.core.types import FinishReason, Request, SamplingParams
 from engine.system.version import VERSION
 from server.protocol.errors import to_api_error
-from server.telemetry.events import TRACE_HEADERS, ChoiceTimes, Event, HttpAnswered, RequestEnded, RequestRecord
+from server.telemetry.events import ChoiceTimes, Event, HttpAnswered, RequestEnded, RequestRecord
 
 MAX_CHILDREN = 64  # spans of one request; one with a thousand choices would fill the queue
 MAX_PATH = 256  # characters, of a route or not
@@ -95,11 +95,7 @@ class Tracing:
             "url.path": scope["path"][:MAX_PATH],
             "url.scheme": scope["scheme"],
         }
-        span = self._tracer.start_span(method, parent, SpanKind.SERVER, about)
-        onward: dict[str, str] = {}
-        self._propagator.inject(onward, set_span_in_context(span, Context()))
-        TRACE_HEADERS.set(onward)
-        return span
+        return self._tracer.start_span(method, parent, SpanKind.SERVER, about)
 
     @staticmethod
     def headers(span: Span) -> dict[str, str]:

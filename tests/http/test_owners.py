@@ -406,20 +406,6 @@ def test_no_tenant_can_tell_what_another_has_sent(serve: Callable[..., Live], tm
             assert (cached(live, key, LONG + "ask", cache_salt=salt) >= 96) == shares, key
 
 
-def test_a_decode_daemon_keeps_tenants_apart_on_both_daemons(serve: Callable[..., Live], tmp_path: Path) -> None:
-    (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
-    both = {"kv_connector_dir": tmp_path / "parcels", "api_keys": ("plain",)}
-    prefill = serve(role="prefill", **both)
-    decode = serve(role="decode", prefill_url=prefill.url, tenants=tmp_path / "tenants.yaml", **both)
-    seen: list[int] = []
-    for key in ("ann-key", "bob-key"):
-        before = prefill.engine.stats.prefix_hit_tokens
-        assert cached(decode, key, LONG + "ask") >= 96, "it was computed elsewhere"
-        seen.append(prefill.engine.stats.prefix_hit_tokens - before)
-    assert seen == [0, 0], "the prefill daemon found nothing of the other"
-    assert cached(decode, "ann-key", LONG + "ask") >= 96
-
-
 def test_the_live_view_shows_a_tenant_its_own_sequences(serve: Callable[..., Live], tmp_path: Path) -> None:
     """The operator is shown all; sums are of all."""
     (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")

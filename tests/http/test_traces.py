@@ -295,19 +295,6 @@ def test_preemptions_are_events(collector: Collector, serve: Callable[..., Live]
     assert {name for span in decodes for name in span.events} == {"quire.preempted"}
 
 
-def test_the_prefill_daemon_continues_the_trace(
-    collector: Collector, serve: Callable[..., Live], tmp_path: Path
-) -> None:
-    both = {"kv_connector_dir": tmp_path / "parcels", "otlp_traces_endpoint": collector.url}
-    prefill = serve(role="prefill", **both)
-    decode = serve(role="decode", prefill_url=prefill.url, **both)
-    assert complete(decode, {"tracestate": "vendor=1"}, prompt="x" * 100 + "|").status_code == 200
-    spans = collector.trace(8, "text_completion parrot")
-    roots = [span for span in spans if span.kind == SERVER]
-    (asked,) = (span for span in roots if span.parent_id not in {other.span_id for other in roots})
-    assert [span.parent_id for span in roots if span is not asked] == [asked.span_id]
-
-
 def test_a_line_of_a_batch_is_a_trace_of_its_own(
     collector: Collector, serve: Callable[..., Live], tmp_path: Path
 ) -> None:

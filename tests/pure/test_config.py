@@ -316,7 +316,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--history-cache", "9", "--keep", "first", "--idle-unload", "60", "--models-max", "3", "--models-memory", "1GiB",
         "--no-models-autoload",
         "--kv-transfer-config",
-        ('{"role": "decode", "prefill_url": "http://a:1", "timeout_s": 9, "folder": "/dev/shm/x", "gib": 1, '
+        ('{"role": "decode", "timeout_s": 9, "folder": "/dev/shm/x", "gib": 1, '
         '"expiry_s": 5, "listen": "127.0.0.1:5600", "host": "a", "peers": ["a:5600", "[::1]:5600"], "key": "s"}'),
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
@@ -362,8 +362,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         max_file_bytes=2 << 20,
         allow_runtime_lora_updating=True,
         role="decode",
-        prefill_url="http://a:1",
-        prefill_timeout_s=9.0,
+        kv_transfer_timeout_s=9.0,
         kv_connector_dir=Path("/dev/shm/x"),
         kv_connector_gib=1.0,
         kv_connector_expiry_s=5.0,
@@ -394,20 +393,16 @@ def _transfer(**keys: object) -> list[str]:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (_transfer(role="decode"), "needs prefill_url"),
-        (_transfer(prefill_url="http://a"), "is for the role decode"),
-        (_transfer(role="decode", prefill_url="a:1"), r"must be like http"),
-        (_transfer(role="decode", prefill_url="http://[::1"), r"must be like http"),
         (
-            [*_transfer(role="decode", prefill_url="http://a"), "--kv-offload-config", '{"host_gib": 1}'],
+            [*_transfer(role="decode"), "--kv-offload-config", '{"host_gib": 1}'],
             "does not go with --kv-offload-config",
         ),
-        ([*_transfer(role="decode", prefill_url="http://a"), "--swap-space", "1"], "does not go with --swap-space"),
+        ([*_transfer(role="decode"), "--swap-space", "1"], "does not go with --swap-space"),
         (_transfer(role="prefill", listen="0.0.0.0:1", key="k"), "name the one that decode daemons reach as host"),
         (_transfer(role="prefill", listen="10.0.0.1:1"), "set key, or --api-key"),
         (_transfer(role="prefill", listen="10.0.0.1"), "must be like 10.0.0.5:5600"),
         (_transfer(role="decode", peers=["a:99999"]), "must be like 10.0.0.5:5600"),
-        (_transfer(role="decode", prefill_url="http://a", listen="127.0.0.1:1"), "are for the role prefill"),
+        (_transfer(role="decode", listen="127.0.0.1:1"), "are for the role prefill"),
         (_transfer(role="prefill", peers=["a:1"]), "peers are for the role decode"),
     ],
 )
