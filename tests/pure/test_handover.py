@@ -462,7 +462,7 @@ def test_a_thousand_failures_lose_no_stream_and_leak_nothing(folder: Path, monke
         failed: Counter[str] = Counter()
         for number in range(1000):
             kind = rng.choice(["cut"] * 6 + ["flip"] * 6 + ["slow", "stall", "half"] + OTHER_FAULTS)
-            asked = request(f"d{number}", (number // 60, number % 60, *PROMPT), max_tokens=3)
+            asked = request(f"d{number}", (number // 40, number % 40, *PROMPT), max_tokens=3)
             prefill.answer(request(f"p{number}", asked.prompt, max_tokens=0))
             sent = prefill.handover.send(prefill.prefix(asked))
             assert sent is not None
