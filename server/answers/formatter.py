@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
+from pydantic_core import to_json
+
 from engine.system.version import VERSION
 from engine.text.chat.choice import Delta
 from engine.text.tokenizer import PromptLogprobs, TextTokenizer, prompt_logprobs
+from engine.text.types import Content
 from server.answers.body import SamplingBody, StreamOptions
 from server.protocol.documents import ResponseBody, Usage
 from server.protocol.errors import ApiError
@@ -69,7 +72,8 @@ class ResponseFormatter(Protocol):
 class ChunkFormatter(ResponseFormatter):
     """Formats a stream as unnamed events, a chunk each, and an end mark.
 
-    A chunk's JSON around its choices is written once an answer. A token then costs its choice alone, a third of the whole.
+    A chunk's JSON around its choices is written once an answer, and around a text alone once a choice: a token then costs its
+    text alone.
     """
 
     chunk: ClassVar[type[ResponseBody]]  # its last field is `choices`
@@ -82,6 +86,8 @@ class ChunkFormatter(ResponseFormatter):
         self._has_usage = options.include_usage or meta.has_usage
         self._counts_often = options.continuous_usage_stats
         self._spells_ids = body.return_tokens_as_token_ids or meta.has_token_ids
+        self._varies = self._counts_often or body.return_token_ids  # around a text
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # the frame of a text, by choice
 
     @cached_property
     def _chunk_fields(self) -> dict[str, Any]:
@@ -102,7 +108,17 @@ class ChunkFormatter(ResponseFormatter):
         shown: dict[str, Usage | None] = {}
         if self._has_usage:
             shown = {"usage": usage() if self._counts_often else None}
-        return b"".join([frame(chunk) for index, delta in news for chunk in self.chunks(index, delta, **shown)])
+        frames = list[bytes]()
+        for index, delta in news:
+            if self._varies or not delta.is_text:
+                frames += [frame(chunk) for chunk in self.chunks(index, delta, **shown)]
+                continue
+            if index not in self._around:
+                (chunk,) = self.chunks(index, Delta([Content("\0")]), **shown)
+                before, _, after = frame(chunk).rpartition(to_json("\0"))
+                self._around[index] = before, after
+            frames += (self._around[index][0], to_json(delta.text), self._around[index][1])
+        return b"".join(frames)
 
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
         last = self._render(b"", usage=usage)

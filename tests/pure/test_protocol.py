@@ -13,13 +13,16 @@ from pydantic import ValidationError
 
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import SamplingParams
+from engine.text.chat.choice import Delta
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.body import MAX_FAULTS, MAX_FIELDS, Refused, RequestBody
 from engine.text.requests.chat_preprocessor import _SHARED
-from engine.text.types import SamplingDefaults
+from engine.text.types import Content, SamplingDefaults
 from server.answers.body import ChatBody, StreamOptions
+from server.answers.formatter import ChunkMeta, frame
 from server.anthropic.messages import MessagesBody
-from server.openai.completions import CompletionBody, completion_params
+from server.openai.chat import ChatFormatter
+from server.openai.completions import CompletionBody, CompletionFormatter, completion_params
 from server.openai.responses.body import ResponsesBody
 from server.operations.tokens import DetokenizeBody, TokenizeBody
 from server.protocol.errors import to_api_error
@@ -233,3 +236,19 @@ def test_an_answers_default_length_is_what_context_and_pool_leave() -> None:
     assert ModelLimits.rest_of_context(replace(LIMITS, pool_tokens=1000), 10, "messages") == 54
     with pytest.raises(ContextLengthError, match="64"):
         LIMITS.rest_of_context(64, "messages")
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+@pytest.mark.parametrize(("body_class", "make"), [(ChatBody, ChatFormatter), (CompletionBody, CompletionFormatter)])
+def test_a_text_put_into_its_frame_is_the_chunk_of_that_text(
+    body_class: type[Any], make: type[Any], options: dict[str, bool] | None
+) -> None:
+    fields = {"stream": True, "stream_options": options, "messages": [{"role": "user", "content": "?"}], "prompt": "?"}
+    body = body_class.model_validate({name: fields[name] for name in fields if name in body_class.model_fields})
+    meta = ChunkMeta(id_prefix="x", model='"\\0"\0', tokenizer=None, prompts=[[1]], answer_id="0")  # type: ignore[arg-type]
+    formatter = make(body, meta)
+    usage = {} if options is None else {"usage": None}
+    for index, text in [(0, "one"), (0, '"\\u0000" \0\n\u2028'), (2, "é😀"), (0, "two")]:
+        delta = Delta([Content(text)], token_ids=[7])
+        (chunk,) = formatter.chunks(index, delta, **usage)
+        assert formatter.news([(index, delta)], lambda: None) == frame(chunk)

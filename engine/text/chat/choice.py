@@ -67,6 +67,12 @@ class Delta:
         return not (self.pieces or self.logprobs or self.finish_reason)
 
     @property
+    def is_text(self) -> bool:
+        """Return whether it is text for the user and nothing else but its tokens, as nearly always."""
+        is_one = len(self.pieces) == 1 and type(self.pieces[0]) is Content
+        return is_one and not self.logprobs and self.finish_reason is None and self.prompt is None
+
+    @property
     def text(self) -> str:
         """Return the text for the user."""
         if len(self.pieces) == 1 and type(self.pieces[0]) is Content:  # as nearly always
