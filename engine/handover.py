@@ -25,8 +25,8 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.handle import HandoverConfig, Layout, Missing, Offer, Prefix
 from engine.inbox import EngineThread
-from engine.runtime.stores import listener
 from engine.runtime.stores.folder import KnownPart, Parcels
+from engine.runtime.stores.listener import Listener
 from engine.runtime.stores.wire import Deadline, PeerFolder
 from engine.settings.peer import Peer
 
@@ -66,7 +66,7 @@ class Handover:
         listen = self._config.listen
         if listen is not None:
             try:
-                self._listener = listener.offer(parcels, listen, self._config.key)
+                self._listener = Listener(parcels, listen, self._config.key)
             except OSError as error:
                 raise ConfigError(f"--kv-transfer-config: listen is {listen}: {error.strerror or error}.") from error
 
@@ -78,7 +78,7 @@ class Handover:
     def close(self) -> None:
         """Offer nothing more."""
         if self._listener is not None:
-            self._listener.withdraw(self._parcels)
+            self._listener.close()
 
     def count_blocks(self, num_tokens: int) -> int:
         """Return the full blocks of a prompt's parcel; the last token is always computed where the answer is drawn."""
@@ -140,7 +140,8 @@ class Handover:
         """
         part, fingerprint = self._parcels.part_of(name), self._layout.fingerprint
         far = None if peer is None else PeerFolder(peer, fingerprint, self._config.key, Deadline(timeout_s))
-        parcel = KnownPart(far or self._parcels, part)
+        source = far or self._parcels
+        parcel = KnownPart(source, part)
         try:
             parcel.look()
             if not parcel.index.entries:
@@ -150,10 +151,10 @@ class Handover:
             if parcel.has(names) < len(parcel.index.entries):
                 raise ParcelError("the parcel is of another prompt, or of another tenant's")
             num_taken = self._take(parcel, names, places, self._named(prefix))
-            parcel.drop()
+            source.remove(part)
             return num_taken
         finally:
-            parcel.source.close()
+            source.close()
 
     def _places(self, parcel: KnownPart) -> list[Place]:
         """Return the places of a parcel's blocks."""

@@ -26,8 +26,8 @@ from statistics import median
 
 import numpy as np
 
-from engine.runtime.stores import listener
 from engine.runtime.stores.folder import KnownPart, Parcels
+from engine.runtime.stores.listener import Listener
 from engine.runtime.stores.wire import Deadline, PeerFolder
 from engine.settings.peer import Peer
 from loadtest.arguments import positive_int
@@ -91,7 +91,7 @@ def serve(address: str, num_blocks: int, block_bytes: int, rounds: int) -> None:
             names.append(parcel.name)
         content = np.zeros(num_blocks * block_bytes, np.uint8)
         content[:] = 7
-        offered = listener.offer(parcels, Peer(address, 0), _KEY)
+        offered = Listener(parcels, Peer(address, 0), _KEY)
         with socket.create_server((address, 0)) as plain:
             print(plain.getsockname()[1], *names)
             print(offered.port, flush=True)
@@ -124,12 +124,13 @@ def _copy(peer: Peer, num_bytes: int) -> float:
 
 def _hand_over(peer: Peer, name: str, num_blocks: int, block_bytes: int) -> float:
     begun = time.perf_counter()
-    parcel = KnownPart(PeerFolder(peer, _FINGERPRINT, _KEY, Deadline(300.0)), name)
+    far = PeerFolder(peer, _FINGERPRINT, _KEY, Deadline(300.0))
+    parcel = KnownPart(far, name)
     parcel.look()
     piece = max(_PIECE_BYTES // block_bytes, 1)
     rows = cycle([memoryview(row.data) for row in np.empty((piece, block_bytes), np.uint8)])
     num_good = sum(parcel.read([_name(slot) for slot in range(num_blocks)], rows))
     assert num_good == num_blocks, "it is damaged"
-    parcel.drop()
-    parcel.source.close()
+    far.remove(name)
+    far.close()
     return time.perf_counter() - begun

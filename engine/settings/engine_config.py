@@ -17,7 +17,6 @@ from engine.files.formats import FORMATS
 from engine.runtime.attention import BACKENDS
 from engine.runtime.schemes import SCHEMES
 from engine.settings.kv_events_config import KVEventsConfig
-from engine.settings.peer import Peer, is_peer
 from engine.settings.setting import Conflict, check, feature, section
 from engine.settings.speculative_config import SpeculativeConfig
 
@@ -189,15 +188,6 @@ class EngineConfig:
     kv_offload_disk_gib: float = _offload(
         "disk_gib", 8.0, "GIB", "largest size of what this daemon keeps in that folder", at_least=0
     )
-    kv_offload_listen: str | None = _offload(
-        "listen", None, "HOST:PORT", "address at which that folder is offered to daemons elsewhere", unset="nowhere"
-    )
-    kv_offload_peer: str | None = _offload(
-        "peer", None, "HOST:PORT", "daemon whose folder this one reads, too, as its listen says", unset="none"
-    )
-    kv_offload_key: str | None = _offload(
-        "key", None, "KEY", "key that the two prove to have", unset="none", is_secret=True
-    )
 
     max_num_seqs: int | None = _scheduling(
         None, "N", "most sequences in one step", unset="chosen for the device", at_least=1, is_essential=True
@@ -311,11 +301,6 @@ class EngineConfig:
         return config if config is not None and config.is_on else None
 
     @property
-    def names_kv(self) -> bool:
-        """Return whether K/V is kept for other processes, or taken from them."""
-        return self.kv_offload_dir is not None or self.kv_offload_peer is not None
-
-    @property
     def num_loras(self) -> int:
         """Return the most adapters held at the same time; 0 if none can be loaded."""
         if not (self.lora_modules or self.allow_runtime_lora_updating):
@@ -392,23 +377,6 @@ CONFLICTS = (
         "such as 1.",
     ),
     Conflict(
-        lambda c: c.kv_offload_listen is not None and c.kv_offload_dir is None,
-        "--kv-offload-config: listen is {c.kv_offload_listen!r}, where a folder is offered; set folder, too.",
-    ),
-    Conflict(
-        lambda c: c.kv_offload_peer is not None and not c.kv_offload_gib,
-        "--kv-offload-config: peer is {c.kv_offload_peer!r}, and blocks come through host memory; set host_gib, too, such as 1.",
-    ),
-    Conflict(
-        lambda c: not all(is_peer(each) for each in (c.kv_offload_listen, c.kv_offload_peer) if each is not None),
-        "--kv-offload-config: listen is {c.kv_offload_listen!r} and peer is {c.kv_offload_peer!r}; an address must be like "
-        "10.0.0.5:5700.",
-    ),
-    Conflict(
-        lambda c: c.kv_offload_listen and not Peer.parse(c.kv_offload_listen).is_loopback and not c.kv_offload_key,
-        "--kv-offload-config: listen is {c.kv_offload_listen!r}, which other machines reach; set key.",
-    ),
-    Conflict(
         lambda c: c.kv_offload_gib and not c.enable_prefix_caching,
         "--kv-offload-config keeps blocks of the prefix cache, which is off; leave out one of the two.",
     ),
@@ -417,8 +385,8 @@ CONFLICTS = (
         "--kv-events-config publishes what the prefix cache holds, and it is off; leave out one of the two.",
     ),
     Conflict(
-        lambda c: c.record is not None and (c.kv_offload_dir is not None or c.kv_offload_peer is not None),
-        "--record does not cover folder and peer of --kv-offload-config; leave one of them out.",
+        lambda c: c.record is not None and c.kv_offload_dir is not None,
+        "--record does not cover the folder of --kv-offload-config; leave one of them out.",
     ),
     _ranked(lambda c: c.num_loras, "and adapters are for models on one device"),
     _ranked(

@@ -104,7 +104,7 @@ def fingerprint(
 @contextmanager
 def reading(config: EngineConfig, *, hands_over: bool) -> Iterator[ModelContent | None]:
     """Read the model's files to name K/V by, on other threads; None if all K/V ends with this process."""
-    if not (hands_over or config.names_kv):
+    if not hands_over and config.kv_offload_dir is None:
         yield None
         return
     content = ModelContent(config)

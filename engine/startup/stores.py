@@ -16,33 +16,23 @@ from engine.core.types import Progress
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.stores import disk
 from engine.runtime.stores.disk import DiskStore
-from engine.runtime.stores.folder import Folder, SharedStore, Source
+from engine.runtime.stores.folder import Folder, SharedStore
 from engine.runtime.stores.host import count_host_blocks
 from engine.runtime.stores.tier import Opening, Tier
-from engine.runtime.stores.wire import PeerFolder
 from engine.settings.engine_config import EngineConfig
-from engine.settings.peer import Peer
 from engine.startup.fingerprint import ModelContent, fingerprint
 from engine.system.host_limits import available_memory
 
 _MAX_NAMES = 1 << 18  # blocks of others that are remembered: about 100 MB
-_PEER_NAMES = 1 << 16  # of these, for a peer's
 
 
 def _open_shared(opening: Opening) -> Tier | None:
-    """Open the other daemons' parts of this one's folder, and the folders of a peer, if there are."""
-    sources: list[Source] = []
-    num_names, peer = 0, opening.config.kv_offload_peer
+    """Open the other daemons' parts of this one's folder, if it has one."""
     own = opening.opened["disk"].store if "disk" in opening.opened else None
-    if isinstance(own, DiskStore):
-        sources.append(Folder(own.folder, opening.fingerprint, opening.block_bytes, own.name))
-        num_names += 4 * own.num_slots
-    if peer is not None:
-        sources.append(PeerFolder(Peer.parse(peer), opening.fingerprint, opening.config.kv_offload_key or ""))
-        num_names += _PEER_NAMES
-    if not sources:
+    if not isinstance(own, DiskStore):
         return None
-    return Tier(SharedStore(sources, min(num_names, _MAX_NAMES)), opening.pool, is_shared=True)
+    folder = Folder(own.folder, opening.fingerprint, opening.block_bytes, own.name)
+    return Tier(SharedStore(folder, min(4 * own.num_slots, _MAX_NAMES)), opening.pool, is_shared=True)
 
 
 STORES: dict[str, Callable[[Opening], Tier | None]] = {

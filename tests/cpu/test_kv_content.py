@@ -29,7 +29,6 @@ from engine.runtime.native.build import Isa
 from engine.runtime.native.library import native
 from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.stores import tier
-from engine.runtime.stores.disk import DiskStore
 from engine.runtime.stores.folder import SharedStore
 from engine.runtime.stores.tier import Tier
 from engine.settings.engine_config import EngineConfig
@@ -95,7 +94,7 @@ def opened_tier(engine: Engine, name: str) -> Tier:
     return found
 
 
-def test_two_models_on_one_folder_or_peer_share_nothing(
+def test_two_models_on_one_folder_share_nothing(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, look = Counter[object](), SharedStore.news
@@ -118,19 +117,10 @@ def test_two_models_on_one_folder_or_peer_share_nothing(
     folder = tmp_path / "kv"
     alone = say(engine_on(tuned, tmp_path / "none"))
     say(engine_on(model, folder))
-    offering = engine_on(model, folder, kv_offload_listen="127.0.0.1:0")
     beside = engine_on(tuned, folder)
     looked(beside)
     assert say(beside) == alone
-    own = opened_tier(offering, "disk").store
-    assert isinstance(own, DiskStore)
-    assert own.listener is not None
-    remote = engine_on(tuned, folder, kv_offload_dir=None, kv_offload_peer=f"127.0.0.1:{own.listener.port}")
-    looked(remote)
-    assert say(remote) == alone
-    for engine in (beside, remote):
-        assert not engine.stats.transferred[TransferKind.LOAD]
-    offering.stop(0.0)
+    assert not beside.stats.transferred[TransferKind.LOAD]
 
 
 @pytest.mark.parametrize("over_tcp", [False, True])

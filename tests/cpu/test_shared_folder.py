@@ -44,7 +44,7 @@ class Reader:
     """A daemon's view of the others' parts."""
 
     def __init__(self, folder: Path, own: str) -> None:
-        self._others, self.names = SharedStore([Folder(folder, "model", BLOCK_BYTES, own)]), set[bytes]()
+        self._others, self.names = SharedStore(Folder(folder, "model", BLOCK_BYTES, own)), set[bytes]()
 
     def look(self) -> set[int]:
         news = self._others.news()
@@ -127,7 +127,7 @@ def test_an_odd_file_ends_neither_sharing_nor_a_start(tmp_path: Path, name: str,
         first.write(1, 0)
     for path in (tmp_path / "other").iterdir():
         path.rename(tmp_path / path.name.replace("model", "model.2"))
-    store = Tier(SharedStore([Folder(tmp_path, "model", BLOCK_BYTES, "own")]), NoRows(), is_shared=True)
+    store = Tier(SharedStore(Folder(tmp_path, "model", BLOCK_BYTES, "own")), NoRows(), is_shared=True)
     found: set[bytes] = set()
     eventually(lambda: bool(found.update(*(news.gained for news in store.news()))) or digest(1) in found)
     rows = store._pool.row(0)
@@ -159,7 +159,7 @@ def test_an_error_of_a_look_is_logged_once_and_the_next_look_follows(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tier, "LOOK_S", POLL_S)
-    others, looks = SharedStore([]), count()
+    others, looks = SharedStore(Folder(Path("nowhere"), "model", BLOCK_BYTES)), count()
 
     def look() -> tiers.News | None:
         number = next(looks)

@@ -462,7 +462,7 @@ def test_a_key_is_no_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
             '{"host": 1}',
             "--kv-offload-config has no key 'host'; did you mean 'host_gib'?",
         ),
-        ('{"x": 1}', "--kv-offload-config has no key 'x'; the keys are host_gib, folder, disk_gib, listen, peer, key."),
+        ('{"x": 1}', "--kv-offload-config has no key 'x'; the keys are host_gib, folder, disk_gib."),
         ('{"host_gib": "much"}', "--kv-offload-config: host_gib is 'much'; it must be a number."),
         ('{"host_gib": -1}', "--kv-offload-config: host_gib is -1; it must be at least 0."),
     ],

@@ -9,6 +9,7 @@ import os
 import random
 import select
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -308,7 +309,7 @@ def test_a_parcel_arrives_as_it_was_and_once(folder: Path) -> None:
     parcel = _opened(memory, _send(memory))
     assert parcel.has(BLOCKS) == 3
     assert _read(parcel, 5) == list(BLOCKS.values())[:3]
-    parcel.drop()
+    memory.remove(parcel.name)
     assert not _opened(memory, parcel.name).has(BLOCKS)
     assert not list(folder.iterdir())
 
@@ -529,7 +530,7 @@ def memory(folder: Path) -> Parcels:
 
 @pytest.fixture
 def server(memory: Parcels) -> Iterator[listener.Listener]:
-    opened = listener.offer(memory, Peer("127.0.0.1", 0), "k")
+    opened = listener.Listener(memory, Peer("127.0.0.1", 0), "k")
     yield opened
     opened.close()
 
@@ -615,7 +616,7 @@ def test_an_odd_name_is_declined_without_a_word_in_the_log(
     for asked in (name, f"{LAYOUT.fingerprint}.{name}"):
         with closing((pulled := _pull(server, asked[:80])).source):
             assert not pulled.index.entries
-            pulled.drop()
+            pulled.source.remove(pulled.name)
     assert not caplog.records
     assert len(list(memory.path.iterdir())) == 2
 
@@ -628,38 +629,33 @@ def test_a_parcel_stays_until_it_has_arrived(memory: Parcels, server: listener.L
     eventually(lambda: server.num_open == 0)
     with closing((pulled := _pull(server, name)).source):
         assert _read(pulled) == list(BLOCKS.values())[:3]
-        pulled.drop()
+        pulled.source.remove(pulled.name)
         eventually(lambda: not list(memory.path.iterdir()))
 
 
-def test_one_port_offers_all_that_have_the_same_key(folder: Path) -> None:
-    """Of a daemon that offers its folder and its parcels; it listens until the last of them is withdrawn."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        address = Peer(*bound.getsockname())
-    some, others = parcels(folder), parcels(folder.with_name("other"), "e" * 32)
-    server = listener.offer(some, address, "k")
-    assert listener.offer(others, address, "k") is server
-    with pytest.raises(OSError, match="another key"):
-        listener.offer(others, address, "another")
-    name = _send(others)
-    server.withdraw(some)
-    with pytest.raises(ParcelError, match="runs another model"):
-        _pull(server, name)
-    far = PeerFolder(address, "e" * 32, "k")
-    assert _read(_opened(far, name)) == list(BLOCKS.values())[:3]
-    far.close()
-    server.withdraw(others)
-    assert server.is_closed
-    again = listener.offer(some, address, "another")
-    again.close()
+def test_a_request_without_sense_ends_the_connection(server: listener.Listener) -> None:
+    peer, key = Peer("127.0.0.1", server.port), wire.derive_key("k")
+    for sent in (
+        struct.pack("<BI", 0, 1 << 30),
+        struct.pack("<BI", 0, 3) + b"abc",
+        struct.pack("<BI", 1, 88) + bytes(80) + struct.pack("<Q", 1 << 63),
+        struct.pack("<BI", 1, 83) + bytes(83),
+        struct.pack("<BI", 9, 80) + bytes(80),
+    ):
+        deadline = wire.Deadline(PATIENCE_S)
+        with wire.call(peer, LAYOUT.fingerprint, key, deadline) as caller:
+            wire.send(caller, sent, deadline)
+            caller.shutdown(socket.SHUT_WR)
+            with suppress(ConnectionError, ParcelError):
+                while wire.receive(caller, 1, deadline):
+                    pass
 
 
 def _pretend(listener: socket.socket) -> None:
     """Answer as a daemon does that knows the protocol, and not the key."""
     connection, _ = listener.accept()
     with connection:
-        connection.sendall(b"quiretcp3" + bytes(32))
+        connection.sendall(b"quiretcp4" + bytes(32))
         connection.recv(1 << 16, socket.MSG_PEEK)
         connection.sendall(bytes(33))
         connection.recv(1 << 16)

@@ -11,10 +11,8 @@ from pathlib import Path
 
 from engine.core.errors import ConfigError
 from engine.core.types import Progress
-from engine.runtime.stores import listener, parts
-from engine.runtime.stores.folder import Folder
+from engine.runtime.stores import parts
 from engine.runtime.stores.tier import Opening, Tier
-from engine.settings.peer import Peer
 
 
 def open_tier(opening: Opening) -> Tier | None:
@@ -30,8 +28,6 @@ def open_tier(opening: Opening) -> Tier | None:
             f"({block_bytes / (1 << 20):.2f} MiB); raise it."
         )
     store = DiskStore(folder, opening.fingerprint, num_slots, block_bytes)
-    if config.kv_offload_listen is not None:
-        store.offer(Peer.parse(config.kv_offload_listen), config.kv_offload_key or "")
     detail = f"{num_slots} blocks in {folder}, {len(store.kept)} of them kept from before"
     opening.report(Progress("kv_offload", detail))
     return Tier(store, opening.pool)
@@ -55,16 +51,7 @@ class DiskStore(parts.OwnPart):
                 f"--kv-offload-config: folder {folder} cannot be used: {error.strerror or error}."
             ) from error
         self.kept = self.index.kept  # from before: (name, slot), oldest first
-        self.listener: listener.Listener | None = None
-        self._all_parts = Folder(folder, fingerprint, block_bytes)
         self._make_way(len(self.index.entries))
-
-    def offer(self, address: Peer, key: str) -> None:
-        """Offer the folder, with the parts of other daemons, to daemons elsewhere. Raises ConfigError."""
-        try:
-            self.listener = listener.offer(self._all_parts, address, key)
-        except OSError as error:
-            raise ConfigError(f"--kv-offload-config: listen is {address}: {error.strerror or error}.") from error
 
     def news(self) -> None:
         """Return nothing: only the engine writes here."""
@@ -72,12 +59,6 @@ class DiskStore(parts.OwnPart):
     def put(self, name: bytes, row: memoryview, slot: int) -> None:
         self._make_way(len(self.index.entries) + (slot not in self.index.entries))
         super().put(name, row, slot)
-
-    def close(self) -> None:
-        """Offer nothing more, and give up the part."""
-        if self.listener is not None:
-            self.listener.withdraw(self._all_parts)
-        super().close()
 
     def _make_way(self, num_blocks: int) -> None:
         """Remove unused parts until so many blocks fit the bound."""

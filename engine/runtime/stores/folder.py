@@ -1,4 +1,4 @@
-"""Reads the parts of a folder that other daemons write to, here or through a peer, as they stand.
+"""Reads the parts of a folder that other daemons write to, as they stand, and parcels, here or of a peer.
 
 Nothing is locked or written: a block that its daemon has replaced meanwhile fails its checksum and is computed.
 """
@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from engine.runtime.stores.wire import PeerFolder
 log = logging.getLogger("quire.kv_store")
 
 Rows = Iterable[memoryview]
-FAULTS = (OSError, ParcelError)
 _ID = re.compile(r"[0-9a-f]{32}")  # of a parcel, as `pack` gives it
 
 
@@ -37,10 +36,13 @@ class Folder:
     def __str__(self) -> str:
         return str(self.path)
 
-    def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:  # noqa: ARG002 - reading is cheap
-        """Return the index of each part, or of one; `known` has them as they were at the last call. Raises OSError."""
-        names = [only] if only else parts.names(self.path, self.fingerprint)
-        return {name: parts.read_index(self.path, name) for name in names if self.has(name)}
+    def indexes(self) -> dict[str, bytes]:
+        """Return the index of each part. Raises OSError."""
+        return {name: self.index(name) for name in parts.names(self.path, self.fingerprint) if self.has(name)}
+
+    def index(self, part: str) -> bytes:
+        """Return the index of a part; an empty one if it is not here. Raises OSError."""
+        return parts.read_index(self.path, part) if self.has(part) else b""
 
     def has(self, part: str) -> bool:
         """Return whether a name may be that of a part here."""
@@ -61,16 +63,6 @@ class Folder:
             return
         with parts.opened(self.path / f"{part}.kv") as file:
             yield file
-
-    def remove(self, part: str) -> None:
-        """Do nothing: the daemon that writes to it removes it."""
-
-    def sweep(self) -> int:
-        """Do nothing: each daemon bounds its part."""
-        return 0
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class Parcels(Folder):
@@ -115,16 +107,19 @@ class Parcels(Folder):
             self.remove(name)
             raise ParcelError(f"{self.path / name} cannot be written: {error.strerror}") from error
 
-    def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:
-        """Return the index of a parcel that has not expired; nothing without its name."""
+    def index(self, part: str) -> bytes:
+        """Return the index of a parcel that has not expired."""
         self.sweep()
-        return super().indexes(known, only) if only else {}
+        return super().index(part)
 
     def remove(self, part: str) -> None:
         """Remove a parcel, unless a daemon still fills it."""
         if self.has(part):
             with suppress(OSError):
                 parts.remove(self.path, part)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def sweep(self) -> int:
         """Remove expired parcels, as other daemons do; return the bytes of the rest."""
@@ -140,18 +135,15 @@ class Parcels(Folder):
         return taken
 
 
-Source = Folder | PeerFolder  # parts that other daemons write to
-
-
 class KnownPart:
     """A part that another daemon writes to, as it was at the last look."""
 
-    def __init__(self, source: Source, name: str) -> None:
+    def __init__(self, source: Folder | PeerFolder, name: str) -> None:
         self.source, self.name, self.index = source, name, parts.Index()
 
     def look(self) -> None:
         """Read the index. Raises OSError and ParcelError."""
-        self.index.update(self.source.indexes({}, self.name).get(self.name, b""))
+        self.index.update(self.source.index(self.name))
 
     def has(self, names: Iterable[bytes]) -> int:
         """Return how many of the first names are here."""
@@ -175,69 +167,63 @@ class KnownPart:
                     return
                 yield True
 
-    def drop(self) -> None:
-        """Remove the part. Raises OSError and ParcelError."""
-        self.source.remove(self.name)
-
 
 class SharedStore:
-    """A Store that others write to: the parts of several sources."""
+    """A Store that others write to: their parts of a folder."""
 
     kept: Sequence[tuple[bytes, int]] = ()  # they come as news
 
-    def __init__(self, sources: Iterable[Source], num_slots: int = 0) -> None:
+    def __init__(self, folder: Folder, num_slots: int = 0) -> None:
         """`num_slots` bounds the names that are remembered of others."""
         self.num_slots = num_slots
-        self._sources: list[tuple[Source, dict[str, KnownPart]]] = [(source, {}) for source in sources]
+        self._folder, self._known = folder, dict[str, KnownPart]()
         self._holders: Counter[bytes] = Counter()  # of each name, among the parts
-        self._unwell = set[Source]()  # failed when they were asked last
+        self._is_well = True  # when it was read last
 
     def news(self) -> News | None:
         """Read the indexes; returns what has changed."""
         changed: dict[bytes, None] = {}  # a set in the order of the indexes
-        for source, known in self._sources:
-            indexes = self._indexes(source, known)
-            for name in {*indexes, *known}:
-                part = known.setdefault(name, KnownPart(source, name))
-                came, went = part.index.update(indexes.get(name, b""))
-                self._holders.update(came)
-                self._holders.subtract(went)
-                changed.update(dict.fromkeys((*went, *came)))
-                if name not in indexes:
-                    del known[name]
+        indexes = self._indexes()
+        for name in {*indexes, *self._known}:
+            part = self._known.setdefault(name, KnownPart(self._folder, name))
+            came, went = part.index.update(indexes.get(name, b""))
+            self._holders.update(came)
+            self._holders.subtract(went)
+            changed.update(dict.fromkeys((*went, *came)))
+            if name not in indexes:
+                del self._known[name]
         gained = [each for each in changed if self._holders[each]]
         lost = [each for each in changed if not self._holders[each]]
         for each in lost:
             del self._holders[each]
         return News(gained, lost) if changed else None
 
-    def _indexes(self, source: Source, known: Mapping[str, KnownPart]) -> dict[str, bytes]:
-        """Return a source's indexes; none if it cannot be reached."""
+    def _indexes(self) -> dict[str, bytes]:
+        """Return the indexes; none if they cannot be read."""
         try:
-            indexes = source.indexes({name: part.index.content for name, part in known.items()})
-        except FAULTS as error:
-            self._fail(source, error)
+            indexes = self._folder.indexes()
+        except OSError as error:
+            self._fail(error)
             return {}
-        if source in self._unwell:
-            log.info("K/V comes from %s again.", source)
-            self._unwell.remove(source)
+        if not self._is_well:
+            log.info("K/V comes from %s again.", self._folder)
+            self._is_well = True
         return indexes
 
-    def _fail(self, source: Source, error: Exception) -> None:
-        """Log only the first failure since a source answered."""
-        if source not in self._unwell:
-            log.warning("K/V of %s is not used (%s); prompts are computed here.", source, error)
-        self._unwell.add(source)
+    def _fail(self, error: OSError) -> None:
+        """Log only the first failure since the folder was read."""
+        if self._is_well:
+            log.warning("K/V of %s is not used (%s); prompts are computed here.", self._folder, error)
+        self._is_well = False
 
     def get(self, name: bytes, row: memoryview) -> bool:
         """Read a block from the first part that has it."""
-        for source, known in self._sources:
-            for part in known.values():
-                try:
-                    if list(part.read([name], [row])):
-                        return True
-                except FAULTS as error:  # noqa: PERF203 - another part may have it
-                    self._fail(source, error)
+        for part in self._known.values():
+            try:
+                if list(part.read([name], [row])):
+                    return True
+            except OSError as error:  # noqa: PERF203 - another part may have it
+                self._fail(error)
         return False
 
     def put(self, name: bytes, row: memoryview, slot: int) -> None:
@@ -245,6 +231,4 @@ class SharedStore:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the connections; nothing is read after it."""
-        for source, _ in self._sources:
-            source.close()
+        """Nothing is open."""

@@ -1,4 +1,4 @@
-"""Offers the parts of folders to daemons of other machines that have the key. One port serves all that a process offers.
+"""Offers parcels to daemons of other machines that have the key.
 
 wire.py has what is said. Threads of this module.
 """
@@ -14,11 +14,10 @@ import struct
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
 
 from engine.core.errors import ParcelError
 from engine.runtime.stores import parts, wire
-from engine.runtime.stores.folder import Folder
+from engine.runtime.stores.folder import Parcels
 from engine.settings.peer import Peer
 
 log = logging.getLogger("quire.kv_store")
@@ -34,10 +33,9 @@ _SLOT = struct.Struct("<Q")
 class Listener:
     """Accepts connections, and gives to those that have the key, on threads of its own."""
 
-    def __init__(self, address: Peer, key: str) -> None:
+    def __init__(self, parcels: Parcels, address: Peer, key: str) -> None:
         """Listen. Raises OSError."""
-        self._key = wire.derive_key(key)
-        self._folders: list[Folder] = []
+        self._parcels, self._key = parcels, wire.derive_key(key)
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._listener = socket.create_server(address, family=family, backlog=MAX_STRANGERS + MAX_CONNECTIONS)
         self._listener.settimeout(_SWEEP_S)
@@ -59,10 +57,6 @@ class Listener:
         self._thread.join()
         self._listener.close()
 
-    def has_key(self, key: str) -> bool:
-        """Return whether daemons prove to have this key."""
-        return self._key == wire.derive_key(key)
-
     @property
     def num_open(self) -> int:
         """Return the number of connections that have proven the key."""
@@ -77,8 +71,7 @@ class Listener:
         try:
             self._welcome(*self._listener.accept())
         except TimeoutError:
-            for folder in self._folders:
-                folder.sweep()  # raises nothing
+            self._parcels.sweep()  # raises nothing
         except OSError:  # closed, or out of file descriptors
             time.sleep(0 if self.is_closed else 0.05)
         except RuntimeError as error:  # the system has no thread left
@@ -125,29 +118,17 @@ class Listener:
             with connection:
                 caller = wire.meet(connection, self._key)
                 if caller is not None and self._admit(connection):
-                    folders = [each for each in self._folders if each.fingerprint == caller.fingerprint]
-                    caller.reply(is_here=bool(folders))
-                    while folders:
-                        _answer(connection, folders)
+                    is_here = caller.fingerprint == self._parcels.fingerprint
+                    caller.reply(is_here=is_here)
+                    while is_here:
+                        _answer(connection, self._parcels)
         except (OSError, ParcelError, ValueError) as error:  # the other daemon computes the prompt
             log.debug("K/V was not given: %s", error)
         finally:
             self._forget(connection)
 
-    # -- what it offers ------------------------------------------------------------------------------------------------
 
-    def offer(self, folder: Folder) -> None:
-        """Offer the parts of a folder."""
-        self._folders.append(folder)
-
-    def withdraw(self, folder: Folder) -> None:
-        """Stop to offer a folder; without one, stop to listen."""
-        self._folders.remove(folder)
-        if not self._folders:
-            self.close()
-
-
-def _answer(connection: socket.socket, folders: list[Folder]) -> None:
+def _answer(connection: socket.socket, parcels: Parcels) -> None:
     """Answer a request. Raises OSError and ParcelError."""
     deadline = wire.Deadline(wire.IDLE_S)
     kind, length = wire.REQUEST.unpack(wire.receive(connection, wire.REQUEST.size, deadline))
@@ -158,35 +139,30 @@ def _answer(connection: socket.socket, folders: list[Folder]) -> None:
     try:
         name, rest = wire.unpad(wire.NAME.unpack_from(request)[0]), request[wire.NAME.size :]
         if kind == wire.LOOK:
-            known = wire.read_digests(rest)
-            indexes = {part: index for folder in folders for part, index in folder.indexes({}, name).items()}
-            answer = wire.changes_of(indexes, known)
-            wire.send(connection, wire.LENGTH.pack(len(answer)) + answer, deadline)
+            index = parcels.index(name)
+            wire.send(connection, wire.LENGTH.pack(len(index)) + index, deadline)
         elif kind == wire.READ:
-            _give(connection, folders, name, [slot for (slot,) in _SLOT.iter_unpack(rest)])
+            _give(connection, parcels, name, [slot for (slot,) in _SLOT.iter_unpack(rest)])
         elif kind == wire.DROP:
-            for folder in folders:
-                folder.remove(name)
+            parcels.remove(name)
         else:
             raise ParcelError("a request is of no kind")
     except (struct.error, OverflowError):
         raise ParcelError("a request is malformed") from None
 
 
-def _give(connection: socket.socket, folders: list[Folder], name: str, slots: list[int]) -> None:
-    """Send which blocks of a part are there, and these, straight from the file's pages. Raises OSError.
+def _give(connection: socket.socket, parcels: Parcels, name: str, slots: list[int]) -> None:
+    """Send which blocks of a parcel are there, and these, straight from the file's pages. Raises OSError.
 
     Blocks that are adjacent go together. sendfile would halve this side's work, but on one machine the other side, which
     also checks the blocks, would take 0.22 s for a GB that lies in single pages, instead of 0.14.
     """
-    size, stride = folders[0].block_bytes, parts.stride(folders[0].block_bytes)
-    with ExitStack() as files:
-        found = [files.enter_context(folder.opened(name)) for folder in folders]
-        file = next((each for each in found if each is not None), -1)
-        length = os.fstat(file).st_size if file >= 0 else 0
+    size, stride = parcels.block_bytes, parts.stride(parcels.block_bytes)
+    with parcels.opened(name) as file:
+        length = 0 if file is None else os.fstat(file).st_size
         are_there = [slot * stride + size <= length for slot in slots]
         wire.send(connection, bytes(are_there), wire.Deadline(_REPLY_S))
-        if not any(are_there):
+        if file is None or not any(are_there):
             return
         view = memoryview(mmap.mmap(file, length, access=mmap.ACCESS_READ))
         begin = end = 0
@@ -202,17 +178,3 @@ def _send_pages(connection: socket.socket, view: memoryview, begin: int, end: in
     """Send a part of a mapped file; an OSError if the file is shorter by now."""
     for at in range(begin, end, wire.SENT_BYTES):
         wire.send(connection, view[at : min(at + wire.SENT_BYTES, end)], wire.Deadline(_REPLY_S))
-
-
-_listeners: dict[Peer, Listener] = {}  # of this process
-
-
-def offer(folder: Folder, address: Peer, key: str) -> Listener:
-    """Offer a folder at an address, where this process may offer others already. Raises OSError."""
-    found = _listeners.get(address) if address.port else None
-    if found is None or found.is_closed:
-        found = _listeners[address] = Listener(address, key)
-    elif not found.has_key(key):
-        raise OSError("this daemon offers K/V there with another key")
-    found.offer(folder)
-    return found

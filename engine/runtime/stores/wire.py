@@ -7,9 +7,8 @@
 Both prove that they have the key; the nonces make a proof good for one connection. Nothing is encrypted. Requests follow
 until the client ends the connection: a kind, the length of what follows, and this.
 
-    LOOK    a part's name, or none for all; for each part that the client knows: its name, and a checksum of each piece of
-            its index -> a length; for each part there is: its name, the length of its index, and the pieces that differ
-    READ    a part's name, and slots -> for each whether it is there; the blocks that are
+    LOOK    a parcel's name -> a length, and its index
+    READ    a parcel's name, and slots -> for each whether it is there; the blocks that are
     DROP    a parcel's name; no answer
 
 Every wait is bounded by an idle limit and by a deadline. Any thread.
@@ -22,15 +21,14 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from hashlib import blake2b, sha256
+from hashlib import sha256
 
 from engine.core.errors import ParcelError
-from engine.runtime.stores import parts
 from engine.settings.peer import Peer
 
-_MAGIC = b"quiretcp3"
+_MAGIC = b"quiretcp4"
 _NONCE = _MAC = 32
 _NAME = 80
 _HELLO = struct.Struct(f"<{len(_MAGIC)}s{_NONCE}s")
@@ -43,10 +41,7 @@ LOOK, READ, DROP = range(3)
 REQUEST = struct.Struct("<BI")  # kind, bytes that follow
 LENGTH = struct.Struct("<I")
 NAME = struct.Struct(f"<{_NAME}s")
-_PART = struct.Struct(f"<{_NAME}sII")  # name, bytes of the index, pieces that follow
-_PIECE_BYTES = 64 * parts.ENTRY_BYTES
-_CHECK_BYTES = 8
-MAX_LOOK = 1 << 28
+MAX_LOOK = 1 << 28  # bytes of an index
 
 HANDSHAKE_S = 5.0
 IDLE_S = 10.0  # without a byte
@@ -198,120 +193,34 @@ def unpad(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode("latin-1")
 
 
-# -- indexes, as far as they differ ------------------------------------------------------------------------------------
-
-
-def digests_of(known: Mapping[str, bytes]) -> bytes:
-    """Return the checksums of the indexes that a reader knows."""
-    found = []
-    for name, index in known.items():
-        checks = [_check(piece) for piece in _pieces(index)]
-        found += [_PART.pack(pad(name), len(index), len(checks)), *checks]
-    return b"".join(found)
-
-
-def read_digests(request: memoryview) -> dict[str, list[bytes]]:
-    """Return the checksums by name. Raises struct.error and ParcelError."""
-    known: dict[str, list[bytes]] = {}
-    at = 0
-    while at < len(request):
-        padded, _, count = _PART.unpack_from(request, at)
-        at += _PART.size
-        end = at + count * _CHECK_BYTES
-        if end > len(request):
-            raise ParcelError("a request is malformed")
-        known[unpad(padded)] = [bytes(request[each : each + _CHECK_BYTES]) for each in range(at, end, _CHECK_BYTES)]
-        at = end
-    return known
-
-
-def changes_of(indexes: Mapping[str, bytes], known: Mapping[str, list[bytes]]) -> bytes:
-    """Return the pieces of indexes that a reader does not know."""
-    found = []
-    for name, index in indexes.items():
-        checks = known.get(name, [])
-        pieces = [
-            LENGTH.pack(number) + piece
-            for number, piece in enumerate(_pieces(index))
-            if number >= len(checks) or _check(piece) != checks[number]
-        ]
-        found += [_PART.pack(pad(name), len(index), len(pieces)), *pieces]
-    return b"".join(found)
-
-
-def update(known: Mapping[str, bytes], answer: memoryview) -> dict[str, bytes]:
-    """Return the indexes that `known` and the pieces of an answer make. Raises struct.error and ParcelError."""
-    found: dict[str, bytes] = {}
-    at = total = 0
-    while at < len(answer):
-        padded, size, count = _PART.unpack_from(answer, at)
-        at += _PART.size
-        total += size
-        if total > MAX_LOOK:
-            raise ParcelError("its indexes are too long")
-        name = unpad(padded)
-        index = bytearray(known.get(name, b"")[:size].ljust(size, b"\0"))
-        for _ in range(count):
-            (number,) = LENGTH.unpack_from(answer, at)
-            at += LENGTH.size
-            start = number * _PIECE_BYTES
-            length = max(min(_PIECE_BYTES, size - start), 0)
-            index[start : start + length] = answer[at : at + length]
-            at += length
-        found[name] = bytes(index)
-    return found
-
-
-def _pieces(index: bytes) -> list[bytes]:
-    return [index[at : at + _PIECE_BYTES] for at in range(0, len(index), _PIECE_BYTES)]
-
-
-def _check(piece: bytes) -> bytes:
-    """Return a short digest. A CRC does not do: entries end with their own, so the CRC of all good pieces is the same."""
-    return blake2b(piece, digest_size=_CHECK_BYTES).digest()
-
-
-_REPLY_S = 60.0
-
-
 class PeerFolder:
-    """The folders of another daemon. Connects at a look, unless it is connected; an error ends the connection."""
+    """The parcels of another daemon. Connects when it is asked first; an error ends the connection."""
 
-    def __init__(self, peer: Peer, fingerprint: str, key: str, deadline: Deadline | None = None) -> None:
-        """`deadline` is for all that is asked; without one each answer may take a while."""
+    def __init__(self, peer: Peer, fingerprint: str, key: str, deadline: Deadline) -> None:
+        """`deadline` is for all that is asked."""
         self._peer, self._fingerprint, self._key = peer, fingerprint, derive_key(key)
         self._deadline = deadline
         self._connection: socket.socket | None = None
-        self._is_closed = False
 
     def __str__(self) -> str:
         return str(self._peer)
 
-    def _connect(self) -> None:
-        """Connect, unless that was done before. Raises OSError and ParcelError."""
-        if self._connection is None:
-            deadline = self._deadline or Deadline(HANDSHAKE_S)
-            self._connection = call(self._peer, self._fingerprint, self._key, deadline)
-
-    def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:
-        """Return the index of each part, or of one. Raises OSError and ParcelError."""
-        if self._is_closed:
-            return {}
-        self._connect()
-        with self._asked(LOOK, only, digests_of(known)) as (connection, deadline):
-            length = _length(connection, deadline)
+    def index(self, part: str) -> bytes:
+        """Return the index of a part; an empty one if it is not there. Raises OSError and ParcelError."""
+        with self._asked(LOOK, part, b"") as connection:
+            length = _length(connection, self._deadline)
             if length > MAX_LOOK:
                 raise ParcelError("its index is too long")
-            return update(known, memoryview(receive(connection, length, deadline)))
+            return receive(connection, length, self._deadline)
 
     def read(self, part: str, slots: Sequence[int], rows: Iterable[memoryview]) -> Generator[memoryview | None]:
-        """Read blocks of a part, unchecked; none before the next look after an error. Raises OSError and ParcelError."""
-        if self._connection is None or not slots:
+        """Read blocks of a part, unchecked. Raises OSError and ParcelError."""
+        if not slots:
             return
-        with self._asked(READ, part, struct.pack(f"<{len(slots)}Q", *slots)) as (connection, deadline):
-            for is_there, row in zip(receive(connection, len(slots), deadline), rows, strict=False):
+        with self._asked(READ, part, struct.pack(f"<{len(slots)}Q", *slots)) as connection:
+            for is_there, row in zip(receive(connection, len(slots), self._deadline), rows, strict=False):
                 if is_there:
-                    receive_into(connection, row, deadline)
+                    receive_into(connection, row, self._deadline)
                 yield row if is_there else None
 
     def remove(self, part: str) -> None:
@@ -319,36 +228,30 @@ class PeerFolder:
 
         There is no answer to wait for: before it the other daemon would free the pages that it sent.
         """
-        self._connect()
         with self._asked(DROP, part, b""):
             pass
 
     def close(self) -> None:
-        """End the connection, also while another thread waits for it."""
-        self._is_closed = True
-        self._disconnect()
-
-    def _disconnect(self) -> None:
+        """End the connection."""
         connection, self._connection = self._connection, None
         if connection is not None:
             shut(connection)
             connection.close()
 
     @contextmanager
-    def _asked(self, kind: int, part: str, rest: bytes) -> Iterator[tuple[socket.socket, Deadline]]:
+    def _asked(self, kind: int, part: str, rest: bytes) -> Iterator[socket.socket]:
         """Send a request; the answer follows until the deadline."""
-        connection, deadline = self._connection, self._deadline or Deadline(_REPLY_S)
-        if connection is None:
-            raise ParcelError("the connection was ended")
+        if self._connection is None:
+            self._connection = call(self._peer, self._fingerprint, self._key, self._deadline)
         try:
             request = pad(part) + rest
-            send(connection, REQUEST.pack(kind, len(request)) + request, deadline)
-            yield connection, deadline
+            send(self._connection, REQUEST.pack(kind, len(request)) + request, self._deadline)
+            yield self._connection
         except struct.error:
-            self._disconnect()
+            self.close()
             raise ParcelError("its answer is malformed") from None
         except BaseException:
-            self._disconnect()
+            self.close()
             raise
 
 
