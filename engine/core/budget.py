@@ -1,7 +1,7 @@
 """Limits the tokens and seconds of a step. Engine thread.
 
-A prompt that fits one step is not held back: it delays running sequences once. A long prompt is paced, because each of
-its steps delays running sequences:
+A prompt that fits one step is not held back: it delays running sequences once, and all prompts of a step together by
+MOST_S. A long prompt is paced, because each of its steps delays running sequences:
 
     beside others    SHARE * n * n of what the step takes without long prompts, where n long prompts are running;
                      if one has images, at least as much as work on an image takes beside so many streams
@@ -29,6 +29,7 @@ BACKGROUND_SHARE = 4  # a background step is this many times smaller: a request 
 RESERVE = 8  # one token in so many is kept for long prompts if a long one is first: it always makes progress
 SHARE = 0.32  # a step with one long prompt takes 1.32 times as long, which running streams hardly show
 ALONE = 8  # fixed costs a step: the last of them is the eighth that pacing costs a prompt which runs alone
+MOST_S = 1.0  # of a step beside decodes, for its prompts: the longest that a stream waits for those of others
 AIM = 0.9  # of a target, and of all time if a target TTFT is at risk: steps vary by about a tenth
 FLOOR = (
     1 - AIM
@@ -298,8 +299,10 @@ class Allowance:
         """Return the seconds that prompts may take, beyond the cost of having any."""
         beside, times, decodes = self._budget.beside, self._budget.times, self.load
         has_target = beside.target_itl_s is not None and decodes.num_decodes
-        if not (has_target or beside.streams_s) or not times.is_known:
+        if not times.is_known:
             return inf
+        if not (has_target or beside.streams_s):
+            return MOST_S if decodes.num_decodes else inf
         base_s = times.seconds(decodes) + times.costs.chunked_s
         return max(beside.prompts_s(base_s + beside.streams_s), 0.0 if decodes.num_decodes else base_s)
 

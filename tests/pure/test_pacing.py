@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.budget import AIM, ALONE, FLOOR, RESERVE, SHARE, Load
+from engine.core.budget import AIM, ALONE, FLOOR, MOST_S, RESERVE, SHARE, Load
 from engine.core.spans import Span, count_vectors
 from engine.core.stats import Target
 from engine.core.step import StepPlan
@@ -87,6 +87,19 @@ def test_short_prompts_are_computed_whole() -> None:
     for index in range(3):
         world.add(f"short{index}", 100)
     assert len(world.until("short0", "short1", "short2")) == 1
+
+
+def test_short_prompts_hold_up_streams_for_a_second_together() -> None:
+    slow = 200
+    world = World(cost=lambda plan: slow * seconds(plan))
+    names = [f"short{index}" for index in range(20)]
+    for name in names:
+        world.add(name, 200, max_tokens=1)
+    taken = world.until(*names)
+    decodes_s = slow * decode_s(STREAMS, 50 + len(taken))
+    assert max(taken) <= 1.02 * (MOST_S + decodes_s) + slow * (FIXED_S + TOKEN_S)
+    work_s = 20 * 200 * slow * (TOKEN_S + CONTEXT_S * 100)
+    assert sum(taken) <= 1.1 * work_s * (1 + decodes_s / MOST_S), "each takes what it may"
 
 
 def test_an_engine_that_has_seen_nothing_holds_nothing_back() -> None:
