@@ -2,7 +2,7 @@
 
 A recording is a text file of one JSON object a line: a header, then every request, plan, commit, abort and rollback in
 order, with the clock readings that the scheduler was given. It contains no text, no key and no name: ids of requests,
-tenants, salts and adapters are replaced by numbers, and token ids are hidden unless they are asked for.
+tenants, salts and adapters are replaced by numbers, and token ids are hidden.
 
 Plans depend on token ids in two ways: the prefix cache compares full blocks, and some ids end an answer. So a hidden id
 is 0, except the last one of a full block, which is a number that stands for all tokens up to there, and an ending one.
@@ -39,7 +39,7 @@ from engine.system.version import VERSION
 
 log = logging.getLogger("quire.engine")
 
-FORMAT = 3
+FORMAT = 4
 REQUEST_FIELDS = ("priority", "deadline_s", "max_queue_s", "is_background", "weight", "turn_end")
 PARAM_FIELDS = ("max_tokens", "n", "min_tokens", "prompt_logprobs")
 MAX_BYTES = 1 << 28  # of a file
@@ -105,9 +105,9 @@ class RecordingScheduler(Scheduler):
 class Journal:
     """Makes the lines of a recording, in order."""
 
-    def __init__(self, config: SchedulerConfig, contents: str, version: str = VERSION) -> None:
-        self.header = {"quire_recording": FORMAT, "version": version, "contents": contents, "scheduler": asdict(config)}
-        self._hidden = None if contents == "ids" else HiddenIds(config.block_size)
+    def __init__(self, config: SchedulerConfig, version: str = VERSION) -> None:
+        self.header = {"quire_recording": FORMAT, "version": version, "scheduler": asdict(config)}
+        self._hidden = HiddenIds(config.block_size)
         self._numbers: dict[str, dict[Hashable, int]] = defaultdict(dict)  # by kind of name; "" and None are 0
         self._rows = Rows()
         self._launched: deque[list[SequenceSlice]] = deque()
@@ -119,14 +119,14 @@ class Journal:
         return {"op": kind, **written}
 
     def _add(self, request: Request) -> dict[str, Any]:
-        params, hidden = request.params, self._hidden
+        params = request.params
         eos, stop = params.eos_token_ids, params.stop_token_ids - params.eos_token_ids
         line = {
             "id": self._number("request", request.request_id),
             "at": request.arrival_s,
-            "prompt": list(request.prompt) if hidden is None else hidden.prompt(request.prompt),
-            "eos": sorted(eos) if hidden is None else [*range(-len(eos), 0)],
-            "stop": sorted(stop) if hidden is None else [*range(-len(eos) - len(stop), -len(eos))],
+            "prompt": self._hidden.prompt(request.prompt),
+            "eos": [*range(-len(eos), 0)],
+            "stop": [*range(-len(eos) - len(stop), -len(eos))],
             "salt": self._number("salt", request.cache_salt),
             "owner": self._number("owner", request.cache_owner),
             "tenant": self._number("tenant", request.tenant),
@@ -170,12 +170,12 @@ class Journal:
             is_void = index in result.errors or index in result.drafted or piece.params.beam is not None
             if index in result.drafted:
                 token_ids, num_drafts, _, is_end = result.drafted[index]
-                drafted[index] = [self._draws(piece, piece.slot, depth, token_ids), num_drafts, is_end]
+                drafted[index] = [self._hidden.draws(piece, piece.slot, depth, token_ids), num_drafts, is_end]
             elif index not in result.errors and piece.params.beam is not None and first in result.logprobs:
                 top = result.logprobs[first].top
-                tops[index] = [[*self._draws(piece, -1, depth, [token]), logprob] for token, logprob in top]
+                tops[index] = [[*self._hidden.draws(piece, -1, depth, [token]), logprob] for token, logprob in top]
             for sample, token in zip(piece.samples, ids, strict=True):
-                draws += [0] if is_void else self._draws(piece, own_slot(piece, sample), depth, [token])
+                draws += [0] if is_void else self._hidden.draws(piece, own_slot(piece, sample), depth, [token])
         self._rows.learn(slices, result)
         line = {
             "draws": draws if any(draws) else None,
@@ -197,10 +197,6 @@ class Journal:
         """Return the number that stands for a name."""
         numbers = self._numbers[kind]
         return numbers.setdefault(name, len(numbers) + 1) if name else 0
-
-    def _draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[int]:
-        """Return what is written of tokens drawn one after the other, after the first `depth`."""
-        return list(ids) if self._hidden is None else self._hidden.draws(piece, slot, depth, ids)
 
 
 class HiddenIds:
@@ -274,9 +270,9 @@ def check_path(path: Path) -> None:
 class RecordingFile:
     """A file, and the thread that writes it."""
 
-    def __init__(self, path: Path, config: SchedulerConfig, contents: str) -> None:
+    def __init__(self, path: Path, config: SchedulerConfig) -> None:
         """Open the file, which only its owner may read. Raises ConfigError."""
-        self._journal = Journal(config, contents)
+        self._journal = Journal(config)
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             self._file = os.fdopen(descriptor, "w", encoding="ascii")

@@ -20,7 +20,6 @@ from engine.settings.kv_events_config import KVEventsConfig
 from engine.settings.setting import Conflict, check, feature, section
 from engine.settings.speculative_config import SpeculativeConfig
 
-RECORD_CONTENTS = ("lengths", "ids")
 DEFAULT_MAX_LORAS = 8  # where adapters may be loaded while the daemon runs
 
 
@@ -269,12 +268,6 @@ class EngineConfig:
         "FILE",
         "write the scheduler's inputs, without texts and keys, for `quire simulate replay FILE`; ends at 256 MiB",
         unset="none",
-    )
-    record_contents: str = _logging(
-        "lengths",
-        "",
-        "recorded of prompts and answers: lengths and shared beginnings, or token ids",
-        choices=RECORD_CONTENTS,
     )
 
     def __post_init__(self) -> None:

@@ -426,7 +426,7 @@ def _make_scheduler(config: EngineConfig, settings: SchedulerConfig, tiers: Mapp
     else:
         from engine.recording.recording import RecordingFile, RecordingScheduler
 
-        file = RecordingFile(Path(config.record), settings, config.record_contents)
+        file = RecordingFile(Path(config.record), settings)
         atexit.register(file.close)  # the engine's death is what a recording is for
         scheduler = RecordingScheduler(settings, file.note)
     for name, tier in tiers.items():

@@ -119,7 +119,6 @@ class Replayer:
         self.done = Replayed(config, Stats(itl_s=gaps), gaps)
         self._scheduler = Scheduler(config, self.done.stats)
         self._runner = FakeRunner(config, memory=False)
-        self._is_hidden = header["contents"] != "ids"
         self._block_size = config.block_size
         self._launched: deque[StepPlan] = deque()
 
@@ -151,7 +150,7 @@ class Replayer:
         )
         request = Request(
             request_id=str(line["id"]),
-            prompt=shown_prompt(prompt, self._block_size) if self._is_hidden else tuple(prompt),
+            prompt=shown_prompt(prompt, self._block_size),
             params=params,
             arrival_s=line.get("at", 0.0),
             cache_salt=_name(line, "salt"),

@@ -7,7 +7,6 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 from real_daemon import SMALL, refusal, serve
 
 from loadtest.simulation.recording import replay_recording
@@ -15,10 +14,9 @@ from loadtest.simulation.recording import replay_recording
 FLAGS = ("--max-model-len", "512", "--num-gpu-blocks-override", "34", "--max-num-batched-tokens", "128")
 
 
-@pytest.mark.parametrize("contents", ["lengths", "ids"])
-def test_a_recorded_daemon_replays_plan_for_plan(tmp_path: Path, contents: str) -> None:
+def test_a_recorded_daemon_replays_plan_for_plan(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
-    with serve(*FLAGS, "--swap-space", "0.1", "--record", path, "--record-contents", contents) as daemon:
+    with serve(*FLAGS, "--swap-space", "0.1", "--record", path) as daemon:
         first = daemon.text(max_tokens=40)
         with ThreadPoolExecutor(6) as pool:
             prompts = [f"The capital of France is{first} {number}: and so on" * 4 for number in range(6)]

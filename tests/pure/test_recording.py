@@ -17,8 +17,7 @@ from engine.core.errors import ConfigError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
 from engine.core.types import Request
-from engine.recording.recording import Entry, HiddenIds, Journal, RecordingFile, RecordingScheduler, shown_prompt
-from engine.settings.engine_config import RECORD_CONTENTS
+from engine.recording.recording import HiddenIds, Journal, RecordingFile, RecordingScheduler, shown_prompt
 from loadtest.__main__ import main
 from loadtest.errors import LoadtestError
 from loadtest.simulation.recording import Replayed, replay_lines, replay_recording
@@ -46,26 +45,20 @@ class FollowUps(History):
         return asked
 
 
-def record(run: Callable[[Callable[[SchedulerConfig], Scheduler]], Any]) -> dict[str, list[str]]:
-    """Return the lines that a scheduler writes while it is run, for each kind of contents."""
-    lines: dict[str, list[str]] = {contents: [] for contents in RECORD_CONTENTS}
+def record(run: Callable[[Callable[[SchedulerConfig], Scheduler]], Any]) -> list[str]:
+    """Return the lines that a scheduler writes while it is run."""
+    lines: list[str] = []
 
     def recording(settings: SchedulerConfig) -> Scheduler:
-        journals = {contents: Journal(settings, contents) for contents in RECORD_CONTENTS}
-        for contents, journal in journals.items():
-            lines[contents].append(json.dumps(journal.header) + "\n")
-
-        def note(entry: Entry) -> None:
-            for contents, journal in journals.items():
-                lines[contents].append(json.dumps(journal.line(entry)) + "\n")
-
-        return RecordingScheduler(settings, note)
+        journal = Journal(settings)
+        lines.append(json.dumps(journal.header) + "\n")
+        return RecordingScheduler(settings, lambda entry: lines.append(json.dumps(journal.line(entry)) + "\n"))
 
     run(recording)
     return lines
 
 
-def record_history(make: MakeHistory, group: str, seed: int) -> dict[str, list[str]]:
+def record_history(make: MakeHistory, group: str, seed: int) -> list[str]:
     return record(lambda recording: make(group, seed, recording).digests())
 
 
@@ -79,22 +72,20 @@ def replay(lines: list[str]) -> Replayed:
 @pytest.mark.parametrize("group", RECORDABLE)
 def test_a_history_replays_to_the_recorded_plans(group: str) -> None:
     for seed in range(NUM_HISTORIES):
-        for contents, lines in record_history(History, group, seed).items():
-            assert replay(lines).difference == "", f"{group} {seed} {contents}"
+        assert replay(record_history(History, group, seed)).difference == "", f"{group} {seed}"
 
 
 @pytest.mark.parametrize("group", ["plain", "overlap", "swap", "salts-and-adapters", "drafts"])
 def test_prompts_that_continue_answers_replay_to_the_recorded_plans(group: str) -> None:
-    num_cached = dict.fromkeys(RECORD_CONTENTS, 0)
+    num_cached = 0
     for seed in range(NUM_HISTORIES):
-        for contents, lines in record_history(FollowUps, group, seed).items():
-            done = replay(lines)
-            assert done.difference == "", f"{group} {seed} {contents}"
-            num_cached[contents] += done.stats.prefix_hit_tokens
-    assert all(num_cached.values())
+        done = replay(record_history(FollowUps, group, seed))
+        assert done.difference == "", f"{group} {seed}"
+        num_cached += done.stats.prefix_hit_tokens
+    assert num_cached
 
 
-def one_request(contents: str = "lengths", **changes: Any) -> list[str]:
+def one_request(**changes: Any) -> list[str]:
     """Return the recording of a request with an answer of five tokens."""
 
     def run(recording: Callable[[SchedulerConfig], Scheduler]) -> None:
@@ -102,7 +93,7 @@ def one_request(contents: str = "lengths", **changes: Any) -> list[str]:
         driver.add(request("a", PROMPT, max_tokens=5, eos_token_ids=frozenset(), **changes))
         driver.drain()
 
-    return record(run)[contents]
+    return record(run)
 
 
 def test_other_images_of_the_same_ids_share_no_blocks_in_a_replay() -> None:
@@ -114,10 +105,9 @@ def test_other_images_of_the_same_ids_share_no_blocks_in_a_replay() -> None:
             driver.add(dataclasses.replace(asked, spans=spans))
             driver.drain()
 
-    for lines in record(run).values():
-        done = replay(lines)
-        assert done.difference == ""
-        assert 0 < done.stats.prefix_hit_tokens < 20
+    done = replay(record(run))
+    assert done.difference == ""
+    assert 0 < done.stats.prefix_hit_tokens < 20
 
 
 def test_the_first_plan_that_differs_is_named() -> None:
@@ -137,19 +127,14 @@ def test_other_blocks_differ_even_if_all_sizes_agree() -> None:
     assert replay(lines).difference.startswith(f"line {at + 1}: recorded step 0: 0 decodes, chunks (row ")
 
 
-def test_a_recording_of_lengths_holds_no_ids_and_no_names() -> None:
+def test_a_recording_holds_no_ids_and_no_names() -> None:
     text = "".join(one_request(cache_salt="secret salt", tenant="acme", cache_owner="sk-key")[1:])
     for secret in ("secret salt", "acme", "sk-key", *map(str, PROMPT)):
         assert secret not in text
-    names = "".join(one_request("ids", cache_salt="secret salt", tenant="acme", cache_owner="sk-key")[1:])
-    assert str(list(PROMPT)) in names
-    assert "secret" not in names
-    assert "acme" not in names
-    assert "sk-key" not in names
 
 
 @pytest.mark.parametrize(
-    "header", ['{"quire_recording": 2, "version": "0.0.1"}', '{"quire_recording": 3, "version": "9", "scheduler": {}}']
+    "header", ['{"quire_recording": 2, "version": "0.0.1"}', '{"quire_recording": 4, "version": "9", "scheduler": {}}']
 )
 def test_another_version_is_refused_in_one_sentence(header: str) -> None:
     with pytest.raises(LoadtestError, match="replay it with the version that wrote it") as refused:
@@ -170,7 +155,7 @@ def test_the_file_is_its_owners_and_says_why_it_ends(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text("old")
     path.chmod(0o644)
-    file = RecordingFile(path, config(), "lengths")
+    file = RecordingFile(path, config())
     driver = Driver(config(), scheduler=RecordingScheduler(config(), file.note))
     driver.add(request("a", max_tokens=3))
     driver.drain()
@@ -192,7 +177,7 @@ def test_a_writer_that_falls_behind_ends_the_recording_and_not_the_engine(
 
     monkeypatch.setattr(RecordingFile, "_write", slow)
     path = tmp_path / "history.jsonl"
-    file = RecordingFile(path, config(), "lengths")
+    file = RecordingFile(path, config())
     driver = Driver(config(), scheduler=RecordingScheduler(config(), file.note))
     driver.add(request("a", max_tokens=20))
     driver.drain()
@@ -207,7 +192,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RecordingFile, "_write", full)
-    file = RecordingFile(tmp_path / "history.jsonl", config(), "lengths")
+    file = RecordingFile(tmp_path / "history.jsonl", config())
     driver = Driver(config(), scheduler=RecordingScheduler(config(), file.note))
     driver.add(request("a", max_tokens=20))
     driver.drain()
@@ -217,7 +202,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path, monke
 
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--record is .*, which cannot be written: Is a directory"):
-        RecordingFile(tmp_path, config(), "lengths")
+        RecordingFile(tmp_path, config())
 
 
 def test_hidden_ids_are_equal_where_the_real_prefixes_of_blocks_are() -> None:

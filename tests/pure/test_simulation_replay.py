@@ -259,7 +259,7 @@ def test_an_empty_history_has_figures() -> None:
 def test_step_times_are_read_from_a_recording(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     with path.open("w") as file:
-        journal = Journal(config(), "lengths")
+        journal = Journal(config())
         file.write(json.dumps(journal.header) + "\n")
 
         def note(entry: Entry) -> None:
