@@ -1,7 +1,6 @@
 """Completes --speculative-config from the config.json of model and draft, and fetches both.
 
-The config of a speculator, a draft that was trained for one model, names that model, the verifier. Such a draft may also
-be named as the model: then its verifier is served. Imports no torch.
+The config of a speculator, a draft that was trained for one model, names its method. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from engine.settings.engine_config import EngineConfig
 from engine.settings.setting import read_object
 from engine.settings.speculative_config import DEFAULT_DRAFTS, FLAG, METHODS, SpeculativeConfig
 from engine.sources.adapter_config import fetch_adapters
-from engine.sources.model_source import fetch, find_model, local_path
+from engine.sources.model_source import fetch, local_path
 
 _NO_CONFIG = HFConfig({}, "")
 # Parts of a repository's name that vLLM reads the method from, in its order.
@@ -31,15 +30,12 @@ _MTP_DRAFTS = 2  # where four of five are right, two gain more than one on two C
 
 
 def complete(config: EngineConfig) -> EngineConfig:
-    """Return the settings with a method and a number of drafts; the verifier is the model of a speculator.
-
-    Raises ConfigError or ModelLoadError.
-    """
-    own = read_source(config)
+    """Return the settings with a method and a number of drafts. Raises ConfigError or ModelLoadError."""
+    own, asked = read_source(config), config.speculation
     if own.has("speculators_config"):
-        config = _with_verifier(config, own)
-        own = _NO_CONFIG
-    asked = config.speculation
+        raise ModelLoadError(
+            f"{own.source} is of a draft; serve the model that it drafts for, and name this one in {FLAG} as model."
+        )
     if asked is None:
         return config
     asked.check_named()
@@ -90,20 +86,6 @@ def _with_draft(config: EngineConfig, **changes: Any) -> EngineConfig:
     """Return the settings with other values of --speculative-config."""
     assert config.speculative_config is not None
     return replace(config, speculative_config={**read_object(FLAG, config.speculative_config), **changes})
-
-
-def _with_verifier(config: EngineConfig, speculator: HFConfig) -> EngineConfig:
-    """Return the settings for the model that a speculator drafts for, with the speculator as its draft."""
-    verifier = speculator.section("speculators_config").section("verifier")
-    if not verifier.has("name_or_path"):
-        raise ModelLoadError(
-            f"{speculator.source} is of a speculator and names no verifier; name the model that it drafts for, and "
-            f"this one in {FLAG} as model."
-        )
-    given: Mapping[str, Any] = {} if config.speculative_config is None else read_object(FLAG, config.speculative_config)
-    drafting = {"model": config.model, "revision": config.revision, **given}
-    model = find_model(verifier.text("name_or_path")).path
-    return replace(config, model=model, revision=None, speculative_config=drafting)
 
 
 def read_source(config: EngineConfig) -> HFConfig:

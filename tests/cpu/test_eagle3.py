@@ -293,15 +293,11 @@ def drafts_by(oracle: Oracle, tokens: Tensor, states: Tensor, num: int) -> list[
 # -- as users name it --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_model", [False, True])
-def test_a_draft_is_found_out_by_its_config(bigrams: Path, monkeypatch: pytest.MonkeyPatch, is_model: bool) -> None:
-    """Named as the draft, quantised and up to a length; or as the model, with the target as its verifier."""
+def test_a_draft_is_found_out_by_its_config(bigrams: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised, and up to a length."""
     monkeypatch.setattr("engine.startup.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
-    target, path = str(bigrams / "target"), bigrams / "noisy" / "config.json"
-    settings = json.loads(path.read_text())
-    settings["speculators_config"]["verifier"] = {"name_or_path": target}
-    path.write_text(json.dumps(settings))
-    drafting = {"quantization": "int8", "max_model_len": 40, "moe_backend": "any"}
+    target = str(bigrams / "target")
+    drafting = {"model": str(bigrams / "noisy"), "quantization": "int8", "max_model_len": 40, "moe_backend": "any"}
     asked = request("r", PROMPTS[3], max_tokens=40)
     sizes: dict[str, Any] = {
         "device": "cpu",
@@ -310,21 +306,17 @@ def test_a_draft_is_found_out_by_its_config(bigrams: Path, monkeypatch: pytest.M
     }
     for dtype in ("float32", "bfloat16"):
         told: list[Progress] = []
-        named = EngineConfig(model=str(path.parent), dtype=dtype, **sizes) if is_model else EngineConfig(
-            model=target, speculative_config={"model": str(path.parent), **drafting}, dtype=dtype, **sizes
-        )  # fmt: skip
+        named = EngineConfig(model=target, speculative_config=drafting, dtype=dtype, **sizes)
         assert check_model(named).is_native
         engine = build_engine(named, told.append)
         plain = build_engine(EngineConfig(model=target, dtype=dtype, **sizes), told.append)
         assert engine.config.num_speculative_tokens == 3
-        assert is_model or engine.config.num_blocks < plain.config.num_blocks
+        assert engine.config.num_blocks < plain.config.num_blocks
         hints = [each.detail for each in told if each.stage == "speculation" and "no effect" in each.detail]
-        assert hints == (
-            [] if is_model else ["moe_backend has no effect: the kernels of experts are chosen for the device"]
-        )
+        assert hints == ["moe_backend has no effect: the kernels of experts are chosen for the device"]
         assert answer(engine, asked) == answer(plain, asked)
         assert 0 < engine.stats.spec_accepted_tokens < engine.stats.spec_draft_tokens
-        assert engine.stats.spec_draft_tokens < 60 or is_model  # none after position 40
+        assert engine.stats.spec_draft_tokens < 60  # none after position 40
 
 
 def test_what_config_json_shows_is_refused_before_weights(bigrams: Path, tmp_path: Path) -> None:

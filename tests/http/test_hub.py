@@ -391,20 +391,6 @@ def test_a_draft_model_is_fetched_too(hub: FakeHub) -> None:
         fetch_models(EngineConfig(model="org/model", speculative_config={"model": "org/none"}), lambda _: None)
 
 
-def test_a_speculator_on_the_hub_brings_its_verifier(hub: FakeHub) -> None:
-    speculator = {
-        "speculators_model_type": "eagle3",
-        "speculators_config": {"verifier": {"name_or_path": "org/model"}},
-    }
-    hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
-    hub.repos["org/draft"] = {"config.json": json.dumps(speculator).encode(), "model.safetensors": b"draft"}
-    fetched = fetch_models(EngineConfig(model="org/draft"), lambda _: None)
-    assert Path(fetched.model, "model.safetensors").read_bytes() == WEIGHTS
-    assert fetched.speculation is not None
-    assert fetched.speculation.method == "eagle3"
-    assert Path(str(fetched.speculation.model), "model.safetensors").read_bytes() == b"draft"
-
-
 def test_adapters_are_fetched_by_their_ids(hub: FakeHub, tmp_path: Path) -> None:
     """Of a repository the config is checked first, and nothing but the adapter is fetched."""
     adapter = {"adapter_config.json": b'{"peft_type": "LORA", "r": 4}', "adapter_model.safetensors": WEIGHTS}

@@ -11,7 +11,7 @@ import pytest
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.settings.engine_config import EngineConfig
 from engine.settings.speculative_config import METHODS
-from engine.sources.draft_source import complete, fetch_models
+from engine.sources.draft_source import complete
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 SPECULATOR = {
@@ -78,26 +78,7 @@ def test_other_drafts_are_refused_by_name(tmp_path: Path, name: str, config: dic
         complete(EngineConfig(model=model, speculative_config={"model": draft}))
 
 
-@pytest.mark.skipif("eagle3" not in METHODS, reason="not yet")
-def test_a_speculator_as_the_model_drafts_for_its_verifier(tmp_path: Path) -> None:
-    model = write(tmp_path / "model", LLAMA)
-    speculator = json.loads(json.dumps(SPECULATOR))
-    speculator["speculators_config"]["verifier"]["name_or_path"] = model
-    draft = write(tmp_path / "draft", speculator)
-    found = fetch_models(EngineConfig(model=draft, load_format="dummy"), lambda _: None)
-    assert found.model == model
-    assert found.speculation is not None
-    assert (found.speculation.method, found.speculation.model) == ("eagle3", draft)
-    assert found.speculation.num_speculative_tokens == 3
-    assert fetch_models(found, lambda _: None) is found
-    more = {"num_speculative_tokens": 6, "enforce_eager": True}
-    found = complete(EngineConfig(model=draft, speculative_config=more))
-    assert found.speculation is not None
-    assert (found.model, found.speculation.num_speculative_tokens) == (model, 6)
-    assert len(found.speculation.hints) == 1
-
-
-def test_a_speculator_without_a_verifier_is_refused(tmp_path: Path) -> None:
+def test_a_speculator_as_the_model_is_refused(tmp_path: Path) -> None:
     draft = write(tmp_path / "draft", SPECULATOR)
-    with pytest.raises(ModelLoadError, match="is of a speculator and names no verifier; name the model that it drafts"):
+    with pytest.raises(ModelLoadError, match="is of a draft; serve the model that it drafts for"):
         complete(EngineConfig(model=draft))
