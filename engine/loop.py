@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -70,6 +70,16 @@ class Outbound(NamedTuple):
     kv_events: KVEvents | None = None
 
 
+@dataclass(slots=True)
+class _Launched:
+    """A step between its plan and its commit."""
+
+    plan: StepPlan
+    step: PendingStep
+    begun_s: float
+    paused_at_s: float | None = None  # when it last stopped, of one that may
+
+
 class _Open(NamedTuple):
     """A choice without a terminal event."""
 
@@ -113,7 +123,7 @@ class Engine:
         if vision is not None:
             scheduler.missing.has = vision.has
         self._image_s = 0.0  # for work on an image behind the last step; 0 if none ran
-        self._paused_at_s: float | None = None  # when the oldest step has paused, if it is not complete
+        self._owed_s = 0.0  # that a paused step is to go on for before another one is launched beside it
         self._offload = Offload(scheduler, runner, transports, clock) if transports else None
         self._depth = depth
         self._kv_events = kv_events
@@ -129,7 +139,7 @@ class Engine:
         self._beside: Beside | None = None
         self._decode_s = 0.0  # of steps with decodes alone; 0 if the last step had none
         self._inbox = Inbox(self._arbiter.changed)
-        self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
+        self._launched: deque[_Launched] = deque()
         self._control = Control(self, self._resources)
         self._open: dict[tuple[str, int], _Open] = {}  # by (request id, choice); engine thread only
         self._deliver: Deliver | None = None
@@ -317,20 +327,21 @@ class Engine:
     def _step(self, events: StepEvents) -> None:
         """Launch a step, commit the oldest."""
         events.entries += self._scheduler.drop_hopeless(self.clock())
-        is_paused, self._image_s = self._paused_at_s is not None, 0.0
-        plan = None if is_paused else self._scheduler.plan(self.clock())
+        self._image_s = 0.0
+        plan = self._scheduler.plan(self.clock()) if self._has_room() else None
         if plan is not None:
             if self._contents is not None:
                 self._contents.flush()  # blocks are lost before they are written again
             begun_s = self.clock()  # before run: without a device queue, run itself is the step
             try:
-                self._launched.append((plan, self._runner.run(plan), begun_s))
+                self._launched.append(_Launched(plan, self._runner.run(plan), begun_s))
             except DeviceMemoryError:
                 while self._launched:  # what was launched before it is good
                     events.entries += self._commit_oldest().entries
                 raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
-            if self._launched[0][1].may_pause and not self._goes_on():
+            if self._launched[0].step.may_pause:
+                self._go_on(events)
                 return
             events.entries += self._commit_oldest().entries
             while self._launched and self._beside is not None:
@@ -338,22 +349,35 @@ class Engine:
         elif plan is None and self._scheduler.has_work and not self._is_waiting():
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
 
-    def _goes_on(self) -> bool:
-        """Let the oldest step go on for a turn's time; return whether it is complete, or not needed."""
-        (plan, step, begun_s), beside = self._launched[0], self._beside
-        if self._paused_at_s is not None:
-            is_needed, now = self._scheduler.awaits_oldest, self.clock()
-            away_s = now - (self._paused_at_s if is_needed else begun_s)
-            self._launched[0] = plan, step, begun_s + away_s
+    def _has_room(self) -> bool:
+        """Return whether a step may be planned: beside one that has paused in a long text, one with others.
+
+        Then that goes on for as long as the other one took, so it takes at most twice its time.
+        """
+        if not self._launched or not self._launched[0].step.may_pause:
+            return True
+        return self._scheduler.has_long and len(self._launched) == 1 and self._owed_s <= 0
+
+    def _go_on(self, events: StepEvents) -> None:
+        """Let the newest step go on for a turn's time, and commit it if it is complete, or not needed."""
+        newest, beside, now = self._launched[-1], self._beside, self.clock()
+        if newest.paused_at_s is not None:
+            is_needed = self._scheduler.awaits_newest
+            away_s = now - (newest.paused_at_s if is_needed else newest.begun_s)
+            newest.begun_s += away_s
             self._scheduler.paused(away_s)
             if not is_needed:
-                step.close()
+                newest.step.close()
         piece_s = beside.prompts_s(beside.streams_s) if beside and beside.streams_s else _PIECE_S
         # One that was planned to fit, and takes a little longer, is not cut: its rest would take another turn.
-        is_done = step.advance(piece_s if self._scheduler.oldest_s > _LITTLE * piece_s else _LITTLE * piece_s)
-        self._progress_s = self.clock()
-        self._paused_at_s = None if is_done else self._progress_s
-        return is_done
+        is_done = newest.step.advance(piece_s if self._scheduler.newest_s > _LITTLE * piece_s else _LITTLE * piece_s)
+        newest.paused_at_s = self._progress_s = self.clock()
+        if len(self._launched) > 1:
+            self._owed_s = newest.paused_at_s - newest.begun_s
+        else:
+            self._owed_s -= newest.paused_at_s - now
+        if is_done:
+            events.entries += self._commit(self._launched.pop()).entries
 
     def _is_waiting(self) -> bool:
         """Return whether requests wait for vectors, or have waited a moment for blocks."""
@@ -362,9 +386,8 @@ class Engine:
     def _roll_back(self, error: DeviceMemoryError, events: StepEvents) -> None:
         """Try a smaller step after one did not fit the device's memory; if that fails, end a request."""
         while self._launched:  # they built on it; the device has to be done with them before they are planned again
-            _, pending, _ = self._launched.popleft()
             with suppress(DeviceMemoryError):
-                pending.wait()
+                self._launched.popleft().step.wait()
         if isinstance(error, CopyError):
             log.error("K/V could not be copied (%s): from now on it is recomputed instead", error)
             events.entries += self._scheduler.roll_back(self.clock())
@@ -414,12 +437,15 @@ class Engine:
         return events
 
     def _commit_oldest(self) -> StepEvents:
-        plan, pending, begun_s = self._launched.popleft()
-        result = pending.wait()
+        return self._commit(self._launched.popleft())
+
+    def _commit(self, launched: _Launched) -> StepEvents:
+        plan, begun_s = launched.plan, launched.begun_s
+        result = launched.step.wait()
         self._is_second_try = False
         now = self.clock()
         # With overlap a step begins, as far as the device goes, when the one before it ends.
-        seconds = now - max(begun_s, self.stats.last_step_s)
+        seconds = now - (begun_s if launched.paused_at_s else max(begun_s, self.stats.last_step_s))
         self.stats.step_s.observe(seconds)
         if not (plan.slots and plan.chunks):
             # The least of late: others that take cores for a moment make a step longer.

@@ -90,7 +90,7 @@ class RecordingScheduler(Scheduler):
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
-        self._note(("commit", now, result))
+        self._note(("commit", now, result, plan.step_id != self._in_flight[0].step_id))
         return super().commit(plan, result, now)
 
     def roll_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
@@ -159,11 +159,11 @@ class Journal:
         self._launched.append(self._rows.follow(plan))
         return line | describe(plan)
 
-    def _commit(self, now: float, result: StepResult) -> dict[str, Any]:
+    def _commit(self, now: float, result: StepResult, is_newest: bool) -> dict[str, Any]:
         draws: list[Any] = []
         drafted: dict[int, Any] = {}
         tops: dict[int, Any] = {}
-        slices = self._launched.popleft()
+        slices = self._launched.pop() if is_newest else self._launched.popleft()
         for index, piece in enumerate(slices):
             depth, first = piece.start + piece.num_tokens, len(draws)
             ids = result.token_ids[first : first + len(piece.samples)]
@@ -183,6 +183,7 @@ class Journal:
             "tops": tops,
             "errors": {index: fault.cause.value for index, fault in result.errors.items()},
             "ended": sorted(result.ended),
+            "newest": is_newest,
         }
         return {"at": now, **_without_empty(line)}
 

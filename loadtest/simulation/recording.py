@@ -187,8 +187,8 @@ class Replayer:
             self.done.num_plans += 1
 
     def commit(self, line: dict[str, Any]) -> None:
-        """Commit the oldest step with the recorded result."""
-        plan = self._launched.popleft()
+        """Commit the oldest step, or one that ran beside it, with the recorded result."""
+        plan = self._launched.pop() if line.get("newest") else self._launched.popleft()
         result = self._runner.run(plan).wait()
         draws = line.get("draws") or [0] * plan.num_samples
         drafted, tops, token_ids = line.get("drafted", {}), line.get("tops", {}), list[int]()

@@ -23,7 +23,7 @@ from engine.arbiter import Arbiter
 from engine.core.errors import ConfigError, HeadlessModelError, InvalidRequestError, ModelLoadError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
-from engine.core.step import PendingStep, StepResult
+from engine.core.step import PendingStep, StepPlan, StepResult
 from engine.core.types import Pooling, PoolingParams, Request
 from engine.runtime.native.library import native
 from engine.settings.engine_config import EngineConfig
@@ -36,6 +36,7 @@ from server.settings.app_config import AppConfig
 from tests.cpu.served_models import save_tokenizer
 from tests.cpu.test_weights_gguf import SANDWICH, convert
 from tests.cpu.test_weights_gguf import write as write_decoder
+from tests.integrity import check_scheduler
 
 SIZES = {
     "vocab_size": 128,
@@ -195,6 +196,60 @@ def test_a_pass_pauses_within_operations_and_is_the_same(name: str, tmp_path: Pa
     pause(launch(), 3)
     engine.stop(0.0)  # which was never started, and lets go of its last step
     assert "quire-pieces" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), [("bert", "auto"), ("modernbert", "auto"), ("eurobert", "auto"), ("bert", "torch")]
+)
+@pytest.mark.parametrize("pauses_above", [0, 20])
+def test_short_texts_pass_beside_a_long_one_that_has_paused(
+    tmp_path: Path, name: str, attention: str, pauses_above: int
+) -> None:
+    """Wherever it has, and all have the bits that they have alone; short passes may pause as well."""
+    save(tmp_path, KINDS[name])
+    config = EngineConfig(
+        model=str(tmp_path),
+        dtype="float32",
+        max_num_batched_tokens=20,
+        attention_backend=attention,
+        max_num_seqs=8,
+        **ENGINE,
+    )
+    engine: Any = build_engine(config, lambda _: None, arbiter=Arbiter())
+    runner, scheduler = engine._runner, Scheduler(engine.config)
+    runner.pauses_above = pauses_above
+    *shorts, long = sorted(PROMPTS, key=len)
+
+    def add(ids: Tensor, name: str) -> None:
+        params, spans = PoolingParams(pooling=Pooling.MEAN), (Span(0, len(ids), b"", is_atomic=True),)
+        scheduler.add(Request(request_id=name, prompt=tuple(ids.tolist()), params=params, arrival_s=0.0, spans=spans))
+
+    def finish(plan: StepPlan, step: PendingStep) -> Any:
+        step.advance(0.0)
+        result = step.wait()
+        scheduler.commit(plan, result, 0.0)
+        check_scheduler(scheduler)
+        return [*result.pooled.values()]
+
+    def alone(*texts: Tensor) -> list[Any]:
+        for index, ids in enumerate(texts):
+            add(ids, f"alone {index}")
+        found = []
+        while (plan := scheduler.plan(0.0)) is not None:
+            found += finish(plan, runner.run(plan))
+        return found
+
+    assert len(long) > 20 >= len(shorts[0])
+    wanted, [wanted_long] = alone(*shorts[:3]), alone(long)
+    for name in ("long", "next"):  # one as long waits for the other
+        add(long, name)
+    plan = scheduler.plan(0.0)
+    step = runner.run(plan)
+    while not step.advance(0.0):
+        assert alone(*shorts[:3]) == wanted
+    assert finish(plan, step) == [wanted_long]
+    assert alone() == [wanted_long]
+    engine.stop(0.0)
 
 
 def scored(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 
 from engine.arbiter import Arbiter
 from engine.core.budget import SHARE, Beside, StepBudget, decode_load
+from engine.core.config import SchedulerConfig
 from engine.core.errors import EngineDeadError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan, StepResult
@@ -164,9 +165,9 @@ def test_two_engines_on_a_thread_say_what_they_say_alone_and_one_ends_without_th
 class PausingRunner(FakeRunner):
     """Its steps take as many turns as `num_left` says, whose seconds pass on `clock`."""
 
-    def __init__(self) -> None:
-        super().__init__(config(), vocab_size=VOCAB)
-        self.now_s, self.num_left, self.asked, self.closed = 1.0, 0, list[float](), 0
+    def __init__(self, settings: SchedulerConfig | None = None) -> None:
+        super().__init__(settings or config(), vocab_size=VOCAB)
+        self.now_s, self.took_s, self.num_left, self.asked, self.closed = 1.0, 0.0, 0, list[float](), 0
 
     def clock(self) -> float:
         return self.now_s
@@ -188,6 +189,7 @@ class PausingStep(FakeStep):
             return True
         self.runner.num_left -= 1
         self.runner.now_s += seconds
+        self.runner.took_s += seconds
         return False
 
     def close(self) -> None:
@@ -234,5 +236,44 @@ def test_a_step_that_pauses_goes_on_between_the_steps_of_others_and_ends_if_noth
     runner.closed = runner.num_left = 0
     turn()
     assert set(listener.ends) == {("one", 0), ("two", 0), ("three", 0)}
+    assert not scheduler.has_work
+    engine.stop(0.0)
+
+
+def test_short_texts_pass_a_long_one_that_has_paused_and_then_it_goes_on_for_as_long() -> None:
+    settings = config(whole_step=12, max_num_batched_tokens=64)
+    runner, scheduler = PausingRunner(settings), Scheduler(settings)
+    engine = Engine(scheduler, runner, EngineFacts(VOCAB), clock=runner.clock)
+    engine._deliver = listener = Listener()
+
+    def submit(name: str, num_tokens: int) -> None:
+        params = PoolingParams(pooling=Pooling.MEAN)
+        engine.submit(Request(request_id=name, prompt=(1,) * num_tokens, params=params, arrival_s=0.0))
+
+    def turn() -> set[str]:
+        engine.turn(Beside(0.05, None))
+        runner.now_s += 10.0  # of others' turns
+        check_scheduler(scheduler)
+        return {name for name, _ in listener.ends}
+
+    runner.num_left = 3
+    submit("long", 40)
+    turn()
+    submit("longer", 41)
+    submit("short", 3)
+    assert turn() == set(), "a short step pauses as well"
+    submit("shorter", 2)
+    assert [turn() for _ in range(2)] == [set(), {"short"}]
+    short_s = runner.took_s - runner.asked[0]
+    runner.num_left, runner.took_s = 100, 0.0
+    while runner.num_steps == 2:
+        turn()
+    assert short_s <= runner.took_s - runner.asked[-1] < short_s + runner.asked[-1]
+    runner.num_left = 0
+    runner.took_s += short_s + runner.asked[0]
+    assert turn() == {"short", "shorter"}
+    assert turn() == {"short", "shorter", "long"}
+    assert turn() == {"short", "shorter", "long", "longer"}
+    assert engine.stats.step_s.sum == pytest.approx(runner.took_s)
     assert not scheduler.has_work
     engine.stop(0.0)

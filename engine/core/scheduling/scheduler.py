@@ -34,7 +34,10 @@ _ENDS = {AbortCause.STOP_STRING: FinishReason.STOP, AbortCause.CONTENT_FILTER: F
 
 
 class Scheduler:
-    """`add` and `abort` at any time; `plan` and `commit` in turns, commits in the order of their plans."""
+    """`add` and `abort` at any time; `plan` and `commit` in turns, commits in the order of their plans.
+
+    Beside a step of a text that is longer than steps are else, and has paused, a plan has other texts, and is committed first.
+    """
 
     def __init__(self, config: SchedulerConfig, stats: Stats | None = None) -> None:
         self.config = config
@@ -135,6 +138,8 @@ class Scheduler:
         if self._queue.may_yield:
             self._admit_first(now, step)
         due, urgent = self._queue.due(limit), None
+        if self.has_long:
+            due = [seq for seq in due if len(seq.tokens) <= self.config.whole_step]
         self.missing.digests.clear()
         if self._queue.num_with_spans:
             due, urgent = self._make_room(due, limit)
@@ -260,10 +265,18 @@ class Scheduler:
 
         One block stays available for each running sequence, which may need it next.
         """
-        while (seq := self._queue.first_waiting) is not None:
+        for seq in self._next_waiting():
             if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, step):
                 return
             self._start(seq, now)
+            yield seq
+
+    def _next_waiting(self) -> Iterator[Sequence]:
+        """Yield the waiting sequences in order; when one is asked for, the one before has started."""
+        if self.has_long:
+            yield from [seq for seq in self._queue.waiting if len(seq.tokens) <= self.config.whole_step]
+            return
+        while (seq := self._queue.first_waiting) is not None:
             yield seq
 
     def _start(self, seq: Sequence, now: float) -> None:
@@ -307,12 +320,14 @@ class Scheduler:
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
-        """Take in the result of the oldest plan; returns the events in plan order."""
-        step = self._in_flight.popleft()
+        """Take in the result of the oldest plan, or of one beside it; returns the events in plan order."""
+        is_oldest = self._in_flight[0].step_id == plan.step_id
+        step = self._in_flight.popleft() if is_oldest else self._in_flight.pop()
         assert step.step_id == plan.step_id, "steps are committed in the order they were planned"
         # With overlap the device begins a step when the one before it ends.
         seconds = now - max(step.planned_s, self._committed_s)
-        self._committed_s = now
+        if is_oldest:
+            self._committed_s = now
         prompts = step.load if step.load.num_prompt_tokens else None
         self._budget.observe(prompts, step.positions, sum(step.num_drafts.values()), seconds)
         self.kv.committed(step)
@@ -325,18 +340,24 @@ class Scheduler:
         return events
 
     @property
-    def oldest_s(self) -> float:
-        """Return the seconds that the oldest step in flight is expected to take."""
-        return self._budget.times.seconds(self._in_flight[0].load)
+    def has_long(self) -> bool:
+        """Return whether the oldest step in flight is of a text longer than steps are else; a plan has none beside it."""
+        most = self.config.whole_step
+        return bool(most and self._in_flight and self._in_flight[0].num_tokens > most)
 
     @property
-    def awaits_oldest(self) -> bool:
-        """Return whether any sequence of the oldest step in flight has not ended or been preempted."""
-        return not all(seq.is_leaving for seq in self._in_flight[0].all_sequences)
+    def newest_s(self) -> float:
+        """Return the seconds that the newest step in flight is expected to take."""
+        return self._budget.times.seconds(self._in_flight[-1].load)
+
+    @property
+    def awaits_newest(self) -> bool:
+        """Return whether any sequence of the newest step in flight has not ended or been preempted."""
+        return not all(seq.is_leaving for seq in self._in_flight[-1].all_sequences)
 
     def paused(self, seconds: float) -> None:
-        """Leave out time in which the oldest step in flight did not go on."""
-        self._in_flight[0].planned_s += seconds
+        """Leave out time in which the newest step in flight did not go on."""
+        self._in_flight[-1].planned_s += seconds
 
     def roll_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
         """Undo the plans in flight, for which the device had no memory, and halve the next steps.

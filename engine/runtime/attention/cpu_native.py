@@ -63,7 +63,7 @@ class CpuNativeAttention(AttentionBackend):
         assert k.shape[1:] == v.shape[1:] == (pool.num_kv_heads, spec.head_dim)
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
         if spec.source is None:
-            store = self._store
+            store = StoreArgs.from_buffer_copy(self._store)
             store.pool = pool
             store.k, store.k_stride = k.data_ptr(), k.stride(0)
             store.v, store.v_stride = v.data_ptr(), v.stride(0)
@@ -71,7 +71,7 @@ class CpuNativeAttention(AttentionBackend):
 
         out = torch.empty((*q.shape[:2], spec.out_dim), dtype=q.dtype)
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
-        args = self._attend
+        args = AttendArgs.from_buffer_copy(self._attend)  # of this call, which may pause while another one begins
         args.pool = pool
         args.q, args.q_stride, args.num_heads = q.data_ptr(), q.stride(0), spec.num_heads
         args.out = out.data_ptr()

@@ -88,16 +88,20 @@ class StepInPieces(PendingStep):
 
     may_pause = True
 
-    def __init__(self, compute: Callable[[], PendingStep]) -> None:
-        self._pieces, self._is_closed = Pieces(compute), False
+    def __init__(self, compute: Callable[[], PendingStep], resume: Callable[[], None]) -> None:
+        """`resume` undoes what another step, which ran meanwhile, has changed."""
+        self._pieces, self._resume = Pieces(compute), resume
+        self.is_over = self._is_closed = False
 
     def advance(self, seconds: float) -> bool:
         """Go on for about so long; returns whether it is done."""
-        return self._is_closed or self._pieces.advance(seconds)
+        self._resume()
+        self.is_over = self.is_over or self._pieces.advance(seconds)
+        return self.is_over
 
     def close(self) -> None:
         """Compute no more of it."""
-        self._is_closed = True
+        self._is_closed = self.is_over = True
         self._pieces.close()
 
     def wait(self) -> StepResult:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
 from pathlib import Path
@@ -57,6 +57,7 @@ from engine.runtime.transfer import Drawn, to_device
 if TYPE_CHECKING:
     from engine.runtime.execution.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
     from engine.runtime.execution.image_rows import Embed, ImageRows, ImageVectors  # of models with a tower alone
+    from engine.runtime.execution.pieces import StepInPieces  # of models that attend both ways
 
 _RULED_OUT = Fault(
     "allowed_token_ids, bad_words and the other constraints of this answer leave no token to continue with; allow more.",
@@ -209,7 +210,7 @@ class ModelRunner:
         self._images: ImageRows | None = None
         self.pooler: Pooler | None = None
         self.pauses_above = inf  # tokens; a step of more may pause
-        self._paused: PendingStep | None = None
+        self._paused: list[StepInPieces] = []  # at most one, and one beside it
 
     def begin(self) -> None:
         """On CUDA, run a step: cuBLAS's handle and workspace belong to a thread."""
@@ -287,30 +288,44 @@ class ModelRunner:
         self._host_pool = None
 
     def run(self, plan: StepPlan) -> PendingStep:
-        """Launch a step, which may pause if it is long."""
+        """Launch a step, which may pause if it is long; beside one that has paused, another in memory of its own."""
+        batches = self._batches
+        if self._paused:
+            self._paused = [step for step in self._paused if not step.is_over]
+            batches = self._beside if self._paused else batches
         if plan.num_tokens <= self.pauses_above:
-            return self._run(plan)
+            return self._run(plan, batches)
         from engine.runtime.execution.pieces import StepInPieces
 
-        self._paused = StepInPieces(partial(self._run, plan))
-        return self._paused
+        batches.batch = None
+        self._paused.append(StepInPieces(partial(self._run, plan, batches), partial(self._resume, batches)))
+        return self._paused[-1]
 
-    def _run(self, plan: StepPlan) -> PendingStep:
+    @cached_property
+    def _beside(self) -> BatchBuilder:
+        return BatchBuilder(self._config, self._device, self._tables)
+
+    def _resume(self, batches: BatchBuilder) -> None:
+        """Prepare a step's batch again, in the place of another one's."""
+        if batches.batch is not None:
+            self._kv_cache.prepare(batches.batch)
+
+    def _run(self, plan: StepPlan, batches: BatchBuilder) -> PendingStep:
         changes, plain = self._tables.follow(plan), self._plain
         if plan.rows and self._images is not None:
             self._images.follow(plan.rows)
         if plain is None:
-            return self._launch(plan, changes)
+            return self._launch(plan, changes, batches)
         plain.follow(plan.rows)
         if not plain.takes(plan):
-            return self._launch(plan, changes)
+            return self._launch(plan, changes, batches)
         self._rows.begin(plan)
         while self._launched:
             self._launched.popleft().wait()
         return plain.compute(plan, self._rows)
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan, changes: Changes) -> ModelStep:
+    def _launch(self, plan: StepPlan, changes: Changes, batches: BatchBuilder) -> ModelStep:
         slices = self._rows.follow(plan)
         self._move_blocks(plan)
         if self._drafter is not None:
@@ -321,7 +336,7 @@ class ModelRunner:
         elif self._graphs is not None and not plan.replays and self._is_recorded(self._graphs, slices):
             computed = _Computed(self._replay(self._graphs, slices, changes))
         else:
-            computed = self._compute(slices, changes, plan.replays, draws=plan.num_samples > 0)
+            computed = self._compute(batches, slices, changes, plan.replays, draws=plan.num_samples > 0)
         event = None
         if self._device.type == "cuda":
             computed, event = computed.to_host(), torch.cuda.Event()
@@ -340,11 +355,13 @@ class ModelRunner:
         if self._host_pool is not None:
             self._host_pool.bring_in(plan)
 
-    def _compute(self, slices: Sequence[SequenceSlice], changes: Changes, replays: Pairs, *, draws: bool) -> _Computed:
+    def _compute(
+        self, batches: BatchBuilder, slices: Sequence[SequenceSlice], changes: Changes, replays: Pairs, *, draws: bool
+    ) -> _Computed:
         """Launch a step kernel by kernel; `draws` says whether any row is drawn from."""
-        packet = self._batches.prepare(slices, changes, replays)
+        packet = batches.prepare(slices, changes, replays)
         self._ranks.send(packet, draws=draws)
-        batch = self._batches.to_batch(packet, self._last_ids)
+        batch = batches.to_batch(packet, self._last_ids)
         seen, vectors = batch, None
         if self._images is not None and self._images.rows and self._images.has(slices):
             texts = packet.longs[packet.num_tokens : 2 * packet.num_tokens]
@@ -356,6 +373,7 @@ class ModelRunner:
             lengths = np.repeat(np.array(packet.contexts, np.int32), packet.query_lens)
             batch.ends = to_device(lengths, torch.int32, self._device)
         self._kv_cache.prepare(batch)
+        batches.batch = batch
         heads = None if self.heads is None or self.heads.is_idle else self.heads
         returns_all = packet.keeps_all or (heads is not None and heads.needs_all)
         streams = None if heads is None else heads.new_streams(batch.ids)
@@ -435,8 +453,8 @@ class ModelRunner:
     def close(self) -> None:
         """Release weights, pool and graphs."""
         self._graphs = None
-        if self._paused is not None:
-            self._paused.close()
+        for step in self._paused:
+            step.close()
         self.close_host_pool()
         if self._drafter is not None:
             self._drafter.close()

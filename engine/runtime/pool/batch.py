@@ -264,7 +264,9 @@ def num_scored(piece: SequenceSlice) -> int:
 
 
 class BatchBuilder(PacketBuffers):
-    """Makes packets and batches for one pool of blocks, on one device."""
+    """Makes packets and batches for one pool of blocks, on one device; `batch` is the one that is computed, if it may pause."""
+
+    batch: Batch | None = None
 
     def build(self, slices: Sequence[SequenceSlice], last_ids: Tensor, first_blocks: Sequence[int] = ()) -> Batch:
         """Return one step's tensors; `last_ids` [max_num_seqs] int64 has each slot's last id.
