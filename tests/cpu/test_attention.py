@@ -10,10 +10,10 @@ import torch
 from engine.core.errors import ConfigError
 from engine.runtime.attention import BACKENDS, table
 from engine.runtime.attention.backend import AttentionBackend, Batch
-from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import SMALLEST_PEAK, AttentionSpec, from_pool, pool_shape, to_pool
 from engine.runtime.native.library import native
+from tests.reference_attention import dense_attention
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 96
@@ -275,7 +275,7 @@ def test_a_backend_that_does_not_run_here_is_refused_with_those_that_do(monkeypa
     with pytest.raises(ConfigError) as caught:
         load_backend("cpu_native", cuda)
     assert str(caught.value) == (
-        "--attention-backend is 'cpu_native', which is for CPUs, and the device is 'cuda'; this machine has torch, reference, "
+        "--attention-backend is 'cpu_native', which is for CPUs, and the device is 'cuda'; this machine has torch, "
         "triton, or use 'auto'."
     )
     assert table.describe_choice("auto", cuda) == "triton"

@@ -19,7 +19,7 @@ from engine.core.page_table import blocks_for
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents
 from engine.loop import Engine
-from engine.runtime.attention.reference import ReferenceAttention
+from engine.runtime.attention.torch_paged import TorchPagedAttention
 from engine.runtime.execution.device_memory import CudaMemory, full_steps, other_steps
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.load import load_model
@@ -91,7 +91,7 @@ def test_what_was_asked_for_is_done(folder: str) -> None:
             enable_prefix_caching=False,
             scheduling_policy="priority",
             kv_cache_memory_bytes=10 * 2 * BLOCK_BYTES,
-            attention_backend="reference",
+            attention_backend="torch",
             async_scheduling=True,
             num_threads=before + 1,
             max_num_queued_reqs=5,
@@ -113,7 +113,7 @@ def test_what_was_asked_for_is_done(folder: str) -> None:
     )
     assert (engine._depth, engine._overload._limits) == (1, QueueLimits(5, 77))
     assert isinstance(engine._runner, ModelRunner)
-    assert isinstance(engine._runner._kv_cache._backends[0], ReferenceAttention)
+    assert isinstance(engine._runner._kv_cache._backends[0], TorchPagedAttention)
 
 
 def test_one_batch_limit_yields_to_the_other(folder: str) -> None:

@@ -34,10 +34,9 @@ def test_layers_may_differ() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("name", ["torch", "reference"])
-def test_the_tensors_weigh_what_the_formula_says(name: str, dtype: torch.dtype) -> None:
+def test_the_tensors_weigh_what_the_formula_says(dtype: torch.dtype) -> None:
     specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
-    pool = KVCache(specs, load_backend(name, CPU), num_blocks=3, block_size=4, dtype=dtype, device=CPU)
+    pool = KVCache(specs, load_backend("torch", CPU), num_blocks=3, block_size=4, dtype=dtype, device=CPU)
     weight = sum(tensor.nbytes for tensor in (*pool._keys.values(), *pool._values.values()))
     assert weight == 3 * 4 * one_group(specs, dtype).cuts[-1]
 
@@ -46,7 +45,7 @@ def test_the_tensors_weigh_what_the_formula_says(name: str, dtype: torch.dtype) 
 def test_blocks_go_out_and_in_by_a_gather(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, where each copy costs a launch: a portion at a time, and the same bytes as block by block."""
     specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
-    pool = KVCache(specs, load_backend("reference", CPU), num_blocks=9, block_size=4, dtype=dtype, device=CPU)
+    pool = KVCache(specs, load_backend("torch", CPU), num_blocks=9, block_size=4, dtype=dtype, device=CPU)
     size = 4 * one_group(specs, dtype).cuts[-1]
     rows = np.random.default_rng(3).integers(0, 100, (5, size), np.uint8)
     blocks = [7, 2, 3, 8, 0]

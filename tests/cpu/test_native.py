@@ -16,12 +16,12 @@ from torch import Tensor
 from engine.core.errors import ConfigError
 from engine.runtime.attention import table
 from engine.runtime.attention.cpu_native import CpuNativeAttention
-from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 from engine.runtime.native import ops
 from engine.runtime.native.library import DTYPES, Isa, Library, RopeArgs, native
 from tests.cpu.native_linears import ISAS, packed
+from tests.reference_attention import dense_attention
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place, relative, and a little for float32 sums.

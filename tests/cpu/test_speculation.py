@@ -156,8 +156,7 @@ def test_drafts_are_cut_where_the_grammar_forbids_them() -> None:
     assert after.stats.steps < 0.7 * before.stats.steps
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_a_poisoned_draft_harms_nobody(backend: str) -> None:
+def test_a_poisoned_draft_harms_nobody() -> None:
     """One for which the model gives no finite number: the sequence goes on without drafts."""
     model = TinyModel(poison=42)
     plain = serve(model, settings(), requests({}))
@@ -168,7 +167,7 @@ def test_a_poisoned_draft_harms_nobody(backend: str) -> None:
             return {index: [*drafts[:-1], 42] for index, drafts in super().draft(plan, slices).items()}
 
     config = settings(num_speculative_tokens=4)
-    runner = make_runner(model, config, backend)
+    runner = make_runner(model, config, "torch")
     runner.speculate(Poisoner(futures(plain)))
     assert serve(model, config, requests({}), runner=runner).ids == plain.ids
 

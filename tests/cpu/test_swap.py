@@ -45,7 +45,7 @@ def filled(backend: str, dtype: torch.dtype, device: torch.device = CPU) -> KVCa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_blocks_come_back_as_they_went(backend: str, dtype: torch.dtype) -> None:
     cache = filled(backend, dtype)
     assert sum(view.nbytes for view in cache.blocks) == sum(
@@ -64,7 +64,7 @@ def test_blocks_come_back_as_they_went(backend: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_copies_whole_blocks_of_every_layer(backend: str, dtype: torch.dtype) -> None:
     cache = filled(backend, dtype)
     pools, before = (
@@ -78,10 +78,9 @@ def test_copies_whole_blocks_of_every_layer(backend: str, dtype: torch.dtype) ->
             assert torch.equal(pool.select(axis, destination), old.select(axis, source))
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_what_is_gathered_for_the_journey_is_scattered_after_it(backend: str) -> None:
+def test_what_is_gathered_for_the_journey_is_scattered_after_it() -> None:
     """The CUDA pool's way, but for streams and pinned memory."""
-    pool = filled(backend, torch.bfloat16).blocks
+    pool = filled("torch", torch.bfloat16).blocks
     rows = torch.zeros(5, sum(view[0].numel() for view in pool), dtype=torch.bfloat16)
     gather(pool, torch.tensor([6, 2]), rows[:2])
     before = [view.clone() for view in pool]
@@ -93,13 +92,12 @@ def test_what_is_gathered_for_the_journey_is_scattered_after_it(backend: str) ->
 
 @pytest.mark.parametrize("num_staged", [1, 3, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_the_cuda_pool_moves_what_it_is_told(
-    backend: str, dtype: torch.dtype, num_staged: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, num_staged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that compares the order of all that it does."""
     with fake_device():
-        cache = filled(backend, dtype, CUDA)
+        cache = filled("torch", dtype, CUDA)
         monkeypatch.setattr(pinned, "STAGING_BYTES", num_staged * sum(view[0].nbytes for view in cache.blocks))
         before = [view.clone() for view in cache.blocks]
         host = pinned.PinnedPool(cache.blocks, NUM_BLOCKS, CUDA)
@@ -128,7 +126,7 @@ PROMPTS = [[_random.randrange(MODEL.vocab_size) for _ in range(length)] for leng
 
 
 @pytest.mark.parametrize(("depth", "caching"), [(0, False), (1, True)], ids=["depth0", "depth1-caching"])
-@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_preempted_by_swap_says_the_same(backend: str, depth: int, caching: bool) -> None:
     config = settings(num_blocks=18, num_host_blocks=60, enable_prefix_caching=caching)
     scheduler, runner = Scheduler(config), make_runner(MODEL, config, backend)

@@ -19,6 +19,7 @@ from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.test_models_families import CASES, ON_A_GPU, save_tiny
 from tests.patience import PATIENCE_S
+from tests.reference_attention import reference_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +75,9 @@ def test_cuda_says_what_the_cpu_says(name: str, depth: bool, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_the_kernels_say_what_the_reference_says(name: str, tmp_path: Path) -> None:
     save_tiny(CASES[name], tmp_path)
-    assert answers(build(tmp_path, "cuda")) == answers(build(tmp_path, "cuda", attention_backend="reference"))
+    with reference_attention():
+        expected = answers(build(tmp_path, "cuda", attention_backend="torch"))
+    assert answers(build(tmp_path, "cuda")) == expected
 
 
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])

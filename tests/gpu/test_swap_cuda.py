@@ -61,7 +61,7 @@ def test_blocks_come_back_as_they_went(
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_an_engine_that_swaps_says_what_a_roomy_one_says(kv_cache_dtype: str, depth: bool, tmp_path: Path) -> None:
     save_tiny(CASES["qwen3"], tmp_path)
-    setting = {"async_scheduling": depth, "kv_cache_dtype": kv_cache_dtype, "attention_backend": "reference"}
+    setting = {"async_scheduling": depth, "kv_cache_dtype": kv_cache_dtype, "attention_backend": "torch"}
     expected = answers(build_tiny(tmp_path, "cuda", **setting))
     tight = {"kv_cache_memory_bytes": 1 << (18 if kv_cache_dtype == "auto" else 16), "block_size": 8}
     engine = build_tiny(tmp_path, "cuda", swap_space=0.01, **tight, **setting)

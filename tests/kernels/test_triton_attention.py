@@ -16,7 +16,6 @@ from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.attention import table
 from engine.runtime.attention.backend import Batch
-from engine.runtime.attention.reference import ReferenceAttention, dense_attention
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_decodes, choose_splits
 from engine.runtime.cuda.attention_tuning import Cut, DecodeTile, choose_tuning
@@ -27,6 +26,7 @@ from engine.runtime.pool.groups import one_group
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.gpu.test_engine_cuda import build
 from tests.patience import PATIENCE_S
+from tests.reference_attention import ReferenceAttention, dense_attention, reference_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CAPABILITY = torch.cuda.get_device_capability() if DEVICE.type == "cuda" else (0, 0)
@@ -472,7 +472,8 @@ def test_over_fp8_an_engine_says_what_it_says_with_the_reference(
         pool_size, "require_fp8", lambda device: None
     )  # which refuses CPUs, not knowing the interpreter
     save_tiny(CASES["qwen3"], tmp_path)
-    expected = greedy(build(tmp_path, DEVICE.type, attention_backend="reference", kv_cache_dtype="fp8"))
+    with reference_attention():
+        expected = greedy(build(tmp_path, DEVICE.type, attention_backend="torch", kv_cache_dtype="fp8"))
     tried = build(tmp_path, DEVICE.type, attention_backend="triton", kv_cache_dtype="fp8", max_num_batched_tokens=12)
     assert greedy(tried) == expected
 
@@ -499,6 +500,7 @@ def test_fp8_weighs_what_int8_weighs() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "olmo2", "smollm3", "gemma4", "gemma4-shared"])
 def test_an_engine_says_what_it_says_with_the_reference(name: str, tmp_path: Path) -> None:
     save_tiny(CASES[name], tmp_path)
-    expected = greedy(build(tmp_path, "cpu", attention_backend="reference"))
+    with reference_attention():
+        expected = greedy(build(tmp_path, "cpu", attention_backend="torch"))
     tried = build(tmp_path, DEVICE.type, attention_backend="triton", max_num_batched_tokens=12)
     assert greedy(tried) == expected

@@ -6,6 +6,5 @@ backend.py is their interface, table.py chooses. Standard library only.
 BACKENDS = {
     "cpu_native": "engine.runtime.attention.cpu_native:CpuNativeAttention",
     "torch": "engine.runtime.attention.torch_paged:TorchPagedAttention",
-    "reference": "engine.runtime.attention.reference:ReferenceAttention",
     "triton": "engine.runtime.attention.triton_paged:TritonPagedAttention",
 }

@@ -1,14 +1,19 @@
 """The reference: paged attention by its definition, one slice at a time, in float64.
 
-Every other backend is tested against it. It reads exactly the positions that a query may see, through the block table,
+Every backend is tested against it. It reads exactly the positions that a query may see, through the block table,
 so nothing stale in the pool can reach a result. Any device, engine thread; slow on purpose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
+from engine.runtime.attention import BACKENDS
 from engine.runtime.attention.backend import AttentionBackend, BackendCapabilities
 from engine.runtime.kv_layout import AttentionSpec, from_pool, store
 
@@ -65,3 +70,10 @@ class ReferenceAttention(AttentionBackend):
             pieces.append(dense_attention(spec, queries, keys, values, num_keys - num_queries, ends))
             row += num_queries
         return torch.cat(pieces)
+
+
+@contextmanager
+def reference_attention() -> Iterator[None]:
+    """Have engines that are built meanwhile with --attention-backend torch attend by the definition."""
+    with patch.dict(BACKENDS, torch="tests.reference_attention:ReferenceAttention"):
+        yield
