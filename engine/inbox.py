@@ -129,6 +129,8 @@ class Inbox:
 
     def take(self) -> list[InboxMessage]:
         """Return all messages."""
+        if not self._messages:
+            return []
         with self._changed:
             messages = list(self._messages)
             self._messages.clear()

@@ -36,8 +36,6 @@ class Staging:
         self._array: np.ndarray = self._host.numpy()
         self._device = device
         self._copied = torch.cuda.Event() if is_pinned else None
-        self._shapes: Sequence[tuple[int, ...]] = ()
-        self._views: list[Tensor] = []  # of the host memory, in these shapes
 
     def begin(self) -> np.ndarray:
         """Wait for the previous copy to end, and return the memory to write to."""
@@ -46,28 +44,18 @@ class Staging:
         return self._array
 
     def send(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Return the first entries on the device, as one tensor after the other; a CPU shares the memory.
-
-        A CPU's are the same as the last time if the shapes are: torch takes a microsecond for a view.
-        """
-        if self._copied is None:
-            if shapes != self._shapes:
-                self._shapes, self._views = shapes, _divided(self._host, shapes)
-            return self._views
-        sent = self._host[: sum(map(prod, shapes))].to(self._device, non_blocking=True)
-        self._copied.record()
-        return _divided(sent, shapes)
+        """Return the first entries on the device, as one tensor after the other; a CPU shares the memory."""
+        sizes = [*map(prod, shapes)]
+        sent = self._host[: sum(sizes)].to(self._device, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return [part.view(shape) for part, shape in zip(sent.split(sizes), shapes, strict=True)]
 
     def send_to(self, target: Tensor) -> None:
         """Copy all of the memory to `target`, which has the same size."""
         target.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-
-
-def _divided(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    sizes = [*map(prod, shapes)]
-    return [part.view(shape) for part, shape in zip(memory[: sum(sizes)].split(sizes), shapes, strict=True)]
 
 
 class Drawn(NamedTuple):
