@@ -80,6 +80,6 @@ def _kernels() -> Finding:
     if library is not None:
         return Finding("CPU kernels", f"ready: {library}")
     if compiler is not None:
-        return Finding("CPU kernels", f"compiled by {compiler} at the first start, about 13 s")
+        return Finding("CPU kernels", f"compiled by {compiler} at the first start, about 7 s")
     advice = "install a C compiler (Debian: apt-get install gcc libc6-dev), or a wheel that contains them"
     return Finding("CPU kernels", "none and no C compiler: torch's operations, slower", advice)

@@ -71,7 +71,7 @@ def test_without_a_library_or_a_compiler_torch_serves(monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor, "find_compiler", lambda: None)
     assert "install a C compiler" in doctor._kernels().advice
     monkeypatch.setattr(doctor, "find_compiler", lambda: "/usr/bin/cc")
-    assert doctor._kernels() == Finding("CPU kernels", "compiled by /usr/bin/cc at the first start, about 13 s")
+    assert doctor._kernels() == Finding("CPU kernels", "compiled by /usr/bin/cc at the first start, about 7 s")
 
 
 def test_variables_are_checked_without_a_file(

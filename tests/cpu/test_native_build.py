@@ -115,10 +115,13 @@ def test_a_start_waits_for_another_that_compiles(compiler: Compiler, is_killed: 
 
 
 def test_a_compiler_that_fails_leaves_nothing(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = compiler("echo 'no such option' >&2; exit 1")
     assert build.find_library("portable") is None
+    assert "not compiled" in caplog.text
+    assert "failed: no such option" in caplog.text
+    assert build.why_no_kernels().endswith("a warning in the log says")
     [folder] = (tmp_path / "cache" / "quire").iterdir()
     assert list(folder.iterdir()) == []
     assert build.machine_isas.__wrapped__() == ()
@@ -133,6 +136,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "source_digest", lambda machine: "0123456789abcdef")
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
     assert build.find_library("portable") is None
+    assert "no C compiler" in build.why_no_kernels()
 
 
 def test_a_cache_that_cannot_be_made(compiler: Compiler, tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_a_named_dtype_or_no_fast_kernels_dequantise(tmp_path: Path, monkeypatch
     [
         ({"quantization": "gguf", "load_format": "dummy"}, "cpu", True, "do not come from a GGUF file; int8 quantises"),
         ({"quantization": "int8"}, "meta", True, "for a CPU, and the device is meta"),
-        ({"quantization": "gguf"}, "cpu", False, "kernels are missing or switched off; see --cpu-kernels"),
+        ({"quantization": "gguf"}, "cpu", False, "there are no native kernels: --cpu-kernels is off"),
         ({"quantization": "int8", "model_impl": "transformers"}, "cpu", True, "transformers' code runs this model"),
     ],
 )

@@ -10,9 +10,8 @@ from engine.core.errors import ConfigError
 from engine.runtime.attention import BACKENDS
 from engine.runtime.attention.backend import AttentionBackend
 from engine.runtime.cuda.available import has_triton
+from engine.runtime.native.build import why_no_kernels
 from engine.runtime.native.library import native
-
-_NO_KERNELS = "needs native kernels, and this machine has neither them nor a C compiler (cc, gcc, clang) to build them"
 
 
 def load_backend(name: str, device: torch.device) -> AttentionBackend:
@@ -38,7 +37,7 @@ def _absence(name: str, device: torch.device) -> str | None:
     if name == "cpu_native":
         if device.type != "cpu":
             return f"is for CPUs, and the device is {device.type!r}"
-        return _NO_KERNELS if native() is None else None
+        return f"is not available: {why_no_kernels()}" if native() is None else None
     if name == "triton" and not has_triton(device):
         return f"needs the package triton and a recent CUDA device, and the device is {device.type!r}"
     return None

@@ -19,7 +19,16 @@ import torch
 
 from engine.core.errors import ComputeError, ConfigError, ModelLoadError
 from engine.runtime.native.arena import Arena
-from engine.runtime.native.build import PORTABLE_BITS, Isa, OnCompiled, best_isa, find_library, machine_isas, tile_facts
+from engine.runtime.native.build import (
+    PORTABLE_BITS,
+    Isa,
+    OnCompiled,
+    best_isa,
+    find_library,
+    machine_isas,
+    tile_facts,
+    why_no_kernels,
+)
 from engine.runtime.native.packed_file import PackedFile
 from engine.runtime.native.packer import Packer
 from engine.runtime.native.structs import check_layout, mirror, structure
@@ -304,8 +313,7 @@ def choose_kernels(setting: str, on_compiled: OnCompiled = lambda *_: None, *, i
         )
     if _load(isa, is_portable, on_compiled) is None and (is_portable or setting not in ("auto", "off")):
         raise ConfigError(
-            f"--cpu-kernels is {setting!r}{', with --portable-bits' * is_portable}, but there are no native kernels for this machine and no C compiler to make "
-            "them; install one (cc, gcc or clang), or leave the setting out."
+            f"--cpu-kernels is {setting!r}{', with --portable-bits' * is_portable}, but {why_no_kernels()}, or leave the setting out."
         )
     _chosen = setting, is_portable
     native.cache_clear()

@@ -223,7 +223,12 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
             }
             panel += quant_super_bytes(f);
         }
-        for (size_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, R == 1 ? 3 : 2);
+        for (size_t i = 0; i < lines; i++, ahead += 64) {
+            if (R == 1)
+                __builtin_prefetch(ahead, 0, 3);
+            else
+                __builtin_prefetch(ahead, 0, 2);
+        }
         UNROLL for (int g = 0; g < QBLOCK / f.group; g++) {
             quant_dot_group(f, R, panel, g, v0, table, &supers, x, acc);
             x.bytes += f.group / 4 * R;

@@ -122,7 +122,8 @@ static inline uint32_t signed_levels(const uint8_t *levels, uint32_t signs, uint
 
 /* Eight signs of seven: the last one makes the number of them even. */
 static inline uint32_t even_signs(uint32_t signs) {
-    uint32_t folded = (signs &= 127) ^ signs >> 4;
+    signs &= 127;
+    uint32_t folded = signs ^ signs >> 4;
     return signs | (0x6996u >> (folded & 15) & 1) << 7;
 }
 

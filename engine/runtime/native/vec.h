@@ -46,7 +46,11 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 enum { W = VECTOR_BYTES / 4, NV = TILE / W };
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from engine.runtime.activation import Activation, code_of
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.native.arena import Arena
+from engine.runtime.native.build import why_no_kernels
 from engine.runtime.native.library import Library, LinearArgs, WeightFormat, native
 from engine.runtime.native.ops import FLOAT_FORMATS, PANEL, NativeHeads, NativeLinear, holds_floats, rows_of
 from engine.runtime.native.rows import RepackedRows, StoredRows
@@ -359,7 +360,7 @@ def native_refusal(here: Circumstances) -> str | None:
     if not here.is_own:
         return FOREIGN
     if here.library is None:
-        return "the native kernels are missing or switched off; see --cpu-kernels, or install a C compiler"
+        return why_no_kernels()
     return None
 
 
