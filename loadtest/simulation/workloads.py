@@ -180,8 +180,6 @@ WORKLOADS: Mapping[str, Workload] = {
     "long-prompt": Workload("streams and short requests beside a prompt of 7,000 tokens", long_prompt, 2.0, 129),
     "bursts-in-turns": Workload("equal tenants that burst in turns", bursts_in_turns, 12.0, 600),
     "deadlines": Workload("bursts with deadlines of 5 s, 20 s and none", deadlines, 11.0, 600),
-    "shared-prefixes": Workload(
-        "short questions after 23 long prefixes, for `fleet --clients`", shared_prefixes, 5.0, 200
-    ),
+    "shared-prefixes": Workload("short questions after 23 long prefixes", shared_prefixes, 5.0, 200),
     "unpredictable": Workload("answers of unpredictable length", unpredictable, 7.0, 1200),
 }
