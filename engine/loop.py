@@ -450,7 +450,7 @@ class Engine:
         if not (plan.slots and plan.chunks):
             # The least of late: others that take cores for a moment make a step longer.
             self._decode_s = min(seconds, _GROWTH * self._decode_s or seconds) if plan.slots else 0.0
-        if self._vision is not None:
+        if self._scheduler.missing.digests:
             self._image_s = self._beside_s(plan, seconds) if plan.slots else seconds
         if seconds > 0:
             rate, memory = plan.num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0

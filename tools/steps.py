@@ -32,6 +32,7 @@ _PARTS = {  # name -> the path of its object in the engine, and its method
     "forward": ("_runner._model", "forward"),
     "head": ("_runner._model", "logits"),
     "sampler": ("_runner._sampler", "sample"),
+    "native": ("_runner._plain._library", "step"),  # of plain steps, in place of all from "tensors" on
     "commit": ("_scheduler", "commit"),
 }
 _HOST_PARTS = ("plan", "tensors", "prepare", "sampler", "commit", "rest")
@@ -121,8 +122,9 @@ def run(options: argparse.Namespace) -> int:
     for name, (path, method) in _PARTS.items():
         owner: Any = engine
         for attribute in path.split("."):
-            owner = getattr(owner, attribute)
-        watch.wrap(owner, method, name)
+            owner = getattr(owner, attribute, None)
+        if owner is not None:
+            watch.wrap(owner, method, name)
     params = SamplingParams(max_tokens=options.num_steps + 16, temperature=options.temperature)
     loaded = {name: each.adapter for name, each in engine.adapters.items()}
     unknown = [name for name in options.lora if name != "none" and name not in loaded]
