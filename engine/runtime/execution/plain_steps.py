@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from ctypes import addressof, c_bool, c_int64, memmove
+from itertools import compress, count
 
 from torch import Tensor
 
@@ -99,22 +100,22 @@ class PlainSteps:
 
     def compute(self, plan: StepPlan, rows: Rows) -> PlainStep:
         """Compute a step, all steps before which are known."""
-        args, drawn, owners = self._args, [rows.text(slot) for slot in plan.slots], [*range(len(plan.slots))]
+        args, drawn = self._args, [rows.text(slot) for slot in plan.slots]
         numbers, known = array("q", plan.slots + plan.positions), list[int]()
-        for index, chunk in enumerate(plan.chunks, start=len(plan.slots)):
+        for chunk in plan.chunks:
             text = rows.text(chunk.slot)
             numbers.extend((chunk.slot, chunk.start, chunk.num_tokens, len(chunk.samples)))
             known += text[chunk.start : chunk.start + chunk.num_tokens]
             if chunk.samples:
                 drawn.append(text)
-                owners.append(index)
         numbers.extend(known)
         args.numbers, args.num_decodes, args.num_chunks = numbers.buffer_info()[0], len(plan.slots), len(plan.chunks)
         args.decoder = self._decoder.bound_to(self._pool)
         self._library.step(args)
         result, are_finite = StepResult(self._ids[: len(drawn)]), self._are_finite[: len(drawn)]
         if not all(are_finite):
-            result.errors = {owner: NOT_FINITE for owner, good in zip(owners, are_finite, strict=True) if not good}
+            drawing = compress(count(), [True] * len(plan.slots) + [bool(chunk.samples) for chunk in plan.chunks])
+            result.errors = {index: NOT_FINITE for index, good in zip(drawing, are_finite, strict=True) if not good}
         for text, token in zip(drawn, result.token_ids, strict=True):
             text.append(token)
         return PlainStep(result)

@@ -51,6 +51,8 @@ class RowTables:
 
     def follow(self, plan: StepPlan) -> Changes:
         """Make and return the changes of a plan."""
+        if not (plan.rows or plan.entries or plan.states):
+            return NO_CHANGES
         parts = [
             np.stack((self._place(row.slot, group) + np.arange(len(table)), np.maximum(table, 0)), axis=1)
             for row in plan.rows
