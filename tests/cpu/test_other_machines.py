@@ -226,6 +226,7 @@ def record_models(
         size = state_blocks(model, 16)
         config = settings(num_blocks=20 + 4 * size, max_num_batched_tokens=25, block_size=16, state_blocks=size)
         runner = make_runner(model, config, kv_dtype=torch.int8 if is_int8 else None)
-        asked = [request(f"r{num}", range(3, 3 + num), max_tokens=3) for num in (30, 1, 17)]
+        # With logprobs no step is plain: each is a forward pass and a head, which are recorded.
+        asked = [request(f"r{num}", range(3, 3 + num), max_tokens=3, logprobs=1) for num in (30, 1, 17)]
         with recording(runner):
             serve(model, config, asked, apart=1, runner=runner)

@@ -81,7 +81,8 @@ def test_c_computes_the_definition_chunk_by_chunk(model: Decoder, monkeypatch: p
 
     monkeypatch.setattr(model._native, "forward", forward)
     prompt, config = list(range(3, 24)), settings(max_num_batched_tokens=8)
-    served = serve(model, config, [request("r", prompt, max_tokens=6)], runner=make_runner(model, config))
+    asked = request("r", prompt, max_tokens=6, logprobs=1)  # steps with it are not plain: each is a forward pass
+    served = serve(model, config, [asked], runner=make_runner(model, config))
     ids = served.ids["r", 0]
     assert ids == solo_greedy(model, prompt, 6)
     every = torch.tensor(prompt + ids[:-1])
