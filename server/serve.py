@@ -33,6 +33,7 @@ from engine.core.errors import ConfigError, NotWantedError, QuireError
 from engine.core.types import Progress
 from engine.files.gguf_header import forget_headers
 from engine.settings.engine_config import EngineConfig
+from engine.settings.setting import to_flag
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import check_tokenizer_source, fetch, find_model, local_path
 from engine.startup.ahead import WeightMemory, begin_weights, load_torch_libraries, runs_on_cpu
@@ -171,10 +172,22 @@ def prepare_all(settings: Settings) -> list[_Plan]:
     ]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"Two models have the name {twice!r}; give one another served-model-name.")
+    _check_shared(plans)
     for plan in plans:
         if plan.app.guard not in (None, *names):
             raise ConfigError(f"--guard is {plan.app.guard!r}, which is not served here; serve it beside this model.")
     return plans
+
+
+def _check_shared(plans: list[_Plan]) -> None:
+    """Raise ConfigError for models on the CPU that want the kernels of the process each in its own way."""
+    engines = [plan.engine for plan in plans if runs_on_cpu(plan.engine)]
+    for name in ("cpu_kernels", "portable_bits", "num_threads"):
+        if len(values := list(dict.fromkeys(getattr(engine, name) for engine in engines))) > 1:
+            raise ConfigError(
+                f"{to_flag(name)} is {values[0]} for one model and {values[1]} for another, but all models of a daemon compute "
+                "with the same kernels and threads; set it once, beside models."
+            )
 
 
 def _together(plans: list[_Plan], keep: Sequence[str]) -> list[_Plan]:

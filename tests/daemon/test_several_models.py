@@ -125,3 +125,10 @@ def test_a_wrong_item_is_named(item: str, sentence: str, tmp_path: Path) -> None
     file = tmp_path / "quire.yaml"
     file.write_text(f"models: [{item}]\n")
     assert sentence in refusal("--config", file)
+
+
+@pytest.mark.parametrize("key", ["portable-bits: true", "cpu-kernels: portable", "num-threads: 1"])
+def test_kernels_are_those_of_all_models(key: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text(f"device: cpu\nmodels: [{{model: {folders['llama']}, {key}}}, {folders['wide']}]\n")
+    assert "set it once, beside models" in refusal("--config", file)
