@@ -35,6 +35,7 @@ class Recording:
         self.library = library
         self._calls: list[bytes] = []
         self._memory = bytearray()
+        self._copies: dict[tuple[int, int], tuple[int, bytes]] = {}  # of regions without pointers: the last, and where
         self.results: list[Tensor] = []
 
     @contextmanager
@@ -70,13 +71,18 @@ class Recording:
         patch.setattr(self.library, entry, in_c)
 
     def _copy(self, args: Structure, used: Sequence[Any]) -> int:
-        """Append the memory of a call; return the address of `args` there."""
+        """Append the memory of a call, but for what has not changed since it was copied; return the address of `args` there."""
         regions = np.array(_joined(_memory([args, *used])))
         places = []
-        for begin, end, _ in regions.tolist():
-            self._memory += bytes((begin - len(self._memory)) % _ENTRY)
-            places.append(_BASE + 2 * _TABLE + len(self._memory))
-            self._memory += string_at(begin, end - begin)
+        for begin, end, has_pointers in regions.tolist():
+            content = string_at(begin, end - begin)
+            place, known = self._copies.get((begin, end), (0, None))
+            if has_pointers or content != known:
+                self._memory += bytes((begin - len(self._memory)) % _ENTRY)
+                place = _BASE + 2 * _TABLE + len(self._memory)
+                self._memory += content
+                self._copies[begin, end] = place, content
+            places.append(place)
         moves = np.array(places) - regions[:, 0]
         for place, (begin, end, has_pointers) in zip(places, regions.tolist(), strict=True):
             if has_pointers:
