@@ -1,7 +1,7 @@
 """Limits the tokens and seconds of a step. Engine thread.
 
-A prompt that fits one step is not held back: it delays running sequences once, and all prompts of a step together by
-MOST_S. A long prompt is paced, because each of its steps delays running sequences:
+A prompt that fits one step delays running sequences once. All prompts of a step together take at most MOST_S beside
+decodes. A long prompt is paced, because each of its steps delays running sequences:
 
     beside others    SHARE * n * n of what the step takes without long prompts, where n long prompts are running;
                      if one has images, at least as much as work on an image takes beside so many streams

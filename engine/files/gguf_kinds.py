@@ -42,7 +42,7 @@ class Kind(IntEnum):
     Q2_0 = 42, 64, 18, 20
 
     # A lookup gives the number alone. typing has no Self before Python 3.11.
-    def __new__(cls, number: int, block: int = 0, num_bytes: int = 0, packed: int = 0) -> Kind:  # noqa: PYI034
+    def __new__(cls, number: int, block: int = 0, num_bytes: int = 0, packed: int = 0) -> Kind:  # noqa: PYI034 - as above
         """Return the member that is a number."""
         member = int.__new__(cls, number)
         member._value_, member.block, member.num_bytes, member.packed = number, block, num_bytes, packed or num_bytes

@@ -113,7 +113,7 @@ def fetch_files(repo: str, listing: Listing, names: Sequence[str], store: Path, 
         """Reports the bytes of all files instead of drawing those of one."""
 
         def __init__(self, *args: object, **options: object) -> None:
-            super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
+            super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]  # tqdm has no types
 
         def update(self, n: float | None = 1) -> None:
             nonlocal received

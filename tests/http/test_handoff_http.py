@@ -175,7 +175,7 @@ def test_a_daemon_that_fails_is_not_asked_again_and_again(
 def test_a_request_waits_no_longer_than_computing_its_prompt_takes(
     pair: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor longer than its deadline, which has nobody else wait."""
+    """A request waits no longer than its deadline, and makes no other request wait."""
     _, decode = pair
     decode.require_thread()
     is_slow = True

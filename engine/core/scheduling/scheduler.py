@@ -323,7 +323,7 @@ class Scheduler:
         """Take in the result of the oldest plan, or of one beside it; returns the events in plan order."""
         is_oldest = self._in_flight[0].step_id == plan.step_id
         step = self._in_flight.popleft() if is_oldest else self._in_flight.pop()
-        assert step.step_id == plan.step_id, "steps are committed in the order they were planned"
+        assert step.step_id == plan.step_id, "a step that is neither the oldest nor the newest in flight"
         # With overlap the device begins a step when the one before it ends.
         seconds = now - max(step.planned_s, self._committed_s)
         if is_oldest:

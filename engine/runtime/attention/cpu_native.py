@@ -28,7 +28,7 @@ class CpuNativeAttention(AttentionBackend):
         self._store, self._attend = StoreArgs(), AttendArgs()
         self._reached: dict[AttentionSpec, AttendArgs] = {}  # of layers with a reach, whose ends are others
 
-    def check(self, spec: AttentionSpec, dtype: torch.dtype) -> None:  # noqa: ARG002
+    def check(self, spec: AttentionSpec, dtype: torch.dtype) -> None:  # noqa: ARG002 - AttentionBackend's parameters
         """Raise ConfigError for an odd head_dim."""
         odd = next((dim for dim in (spec.head_dim, spec.out_dim) if dim % 2), None)
         if odd is not None:

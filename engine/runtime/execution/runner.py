@@ -288,7 +288,7 @@ class ModelRunner:
         self._host_pool = None
 
     def run(self, plan: StepPlan) -> PendingStep:
-        """Launch a step, which may pause if it is long; beside one that has paused, another in memory of its own."""
+        """Launch a step. A long one may pause; then the next has batch memory of its own."""
         batches = self._batches
         if self._paused:
             self._paused = [step for step in self._paused if not step.is_over]
