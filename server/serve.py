@@ -180,13 +180,13 @@ def prepare_all(settings: Settings) -> list[_Plan]:
 
 
 def _check_shared(plans: list[_Plan]) -> None:
-    """Raise ConfigError for models on the CPU that want the kernels of the process each in its own way."""
+    """Raise ConfigError if models on the CPU differ in what the process has once: kernels and threads."""
     engines = [plan.engine for plan in plans if runs_on_cpu(plan.engine)]
     for name in ("cpu_kernels", "portable_bits", "num_threads"):
-        if len(values := list(dict.fromkeys(getattr(engine, name) for engine in engines))) > 1:
+        if len({getattr(engine, name) for engine in engines}) > 1:
             raise ConfigError(
-                f"{to_flag(name)} is {values[0]} for one model and {values[1]} for another, but all models of a daemon compute "
-                "with the same kernels and threads; set it once, beside models."
+                f"{to_flag(name)} differs between models, but all models of a daemon compute with the same kernels and "
+                "threads; set it once, beside models."
             )
 
 
