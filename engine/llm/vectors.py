@@ -193,7 +193,8 @@ class VectorMethods(ABC):
             reader.require_one_label()
             activation = reader.settings.pair_activation
             pairs = zip(list(firsts) * (len(seconds_) if len(firsts) == 1 else 1), seconds_, strict=True)
-            jobs = self._run([partial(self._pair, *pair, params, truncation) for pair in pairs], progress)
+            names = ("query", "documents") if types[0] else ("text_1", "text_2")
+            jobs = self._run([partial(self._pair, *pair, names, params, truncation) for pair in pairs], progress)
             return [_scored(activated(job.info().pooled or (0.0,), activation)[0], job) for job in jobs]
         for texts, prompt in zip((firsts, seconds_), map(reader.prompt, types), strict=True):
             makers += [partial(self._reading, text, params, truncation, prompt) for text in texts]
@@ -225,9 +226,8 @@ class VectorMethods(ABC):
         self._limits.check_readable(len(ids), "prompts")
         return self._job(read, ids, params, TextRules(), SamplingParams())
 
-    def _pair(self, first: str, second: str, params: Params, truncation: Truncation) -> Job:
-        ids = VectorReader(self._limits).pair(first, second, "text_2", truncation)
-        self._limits.check_readable(len(ids), "text_2")
+    def _pair(self, first: str, second: str, names: tuple[str, str], params: Params, truncation: Truncation) -> Job:
+        ids = VectorReader(self._limits).pair(first, second, names, truncation)
         return self._job(read_prompt(first), ids, params, TextRules(), SamplingParams())
 
 

@@ -134,14 +134,14 @@ async def _plan(model: ServedModel, config: AppConfig, body: ScoringBody, texts:
     if not model.reader.settings.labels and not model.limits.generates:
         check_reduction(reduction)
         return await _cosines(model, config, body, texts)
-    firsts, seconds, (_, second_name), _ = texts
+    firsts, seconds, names, _ = texts
     firsts = list(firsts) * (len(seconds) if len(firsts) == 1 else 1)
     num_chars = sum(map(len, firsts)) + sum(map(len, seconds))
     if num_chars > config.max_body_bytes:
         raise InvalidRequestError(
-            f"The pairs have {num_chars} characters, {texts.names[0]} repeated; one request may have {config.max_body_bytes} "
+            f"The pairs have {num_chars} characters, {names[0]} repeated; one request may have {config.max_body_bytes} "
             "(--max-body-bytes), send fewer pairs.",
-            param=second_name,
+            param=names[1],
         )
     if model.limits.generates:
         return await _likelihoods(model, body, firsts, seconds, reduction)
@@ -151,9 +151,7 @@ async def _plan(model: ServedModel, config: AppConfig, body: ScoringBody, texts:
     activation = model.reader.settings.pair_activation if body.use_activation else ""
 
     def read(first: str, second: str) -> list[int]:
-        ids = model.reader.pair(first, second, second_name, truncation, add_special_tokens=body.add_special_tokens)
-        model.limits.check_readable(len(ids), second_name)
-        return ids
+        return model.reader.pair(first, second, names, truncation, add_special_tokens=body.add_special_tokens)
 
     prompts = await aside(lambda: list(map(read, firsts, seconds)), num_chars)
     params = pooling_params(model, config)
@@ -172,6 +170,7 @@ async def _likelihoods(
     special, distinct = body.add_special_tokens, list(dict.fromkeys(firsts))
     wholes = [first + second for first, second in zip(firsts, seconds, strict=True)]
     contexts = dict(zip(distinct, await model.encode(distinct, "text_1", add_special_tokens=special), strict=True))
+    model.limits.check_readable(max(map(len, contexts.values())), "text_1")
     prompts = await model.encode(wholes, "text_2", add_special_tokens=special)
     model.limits.check_readable(max(map(len, prompts)), "text_2")
     places = await aside(lambda: list(map(first_scored, [contexts[first] for first in firsts], prompts)))

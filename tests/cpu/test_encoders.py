@@ -472,6 +472,10 @@ def test_a_cross_encoder_ranks_pairs(tmp_path: Path) -> None:
         assert "Send pairs to /v1/rerank" in served.refusal("/v1/completions", prompt="w5")
         long = served.refusal("/v1/rerank", query="w5", documents=["w6", "w7 " * 80])
         assert "an item of documents has 84; shorten it" in long
+        for size in (80, 800):  # more tokens than are read at once, more characters than can be as few tokens
+            for route, first, second in (("/v1/rerank", "query", "documents"), ("/v1/score", "text_1", "text_2")):
+                fields = {first: "w7 " * size, second: ["w6"]}
+                assert f"{first} has " in served.refusal(route, **fields)
         empty = served.post("/v1/score", text_1="w5", text_2="")["data"][0]["score"]
         ids = torch.tensor([5, 5, 2, 2])
         assert empty == pytest.approx(float(scored(model, ids, token_type_ids=types_of(ids)[None])[0]), abs=1e-5)

@@ -170,6 +170,7 @@ REFUSED = [
     ("/v1/score", {"text_1": "", "text_2": "b"}, "text_1", "text_1 has no token before text_2's first"),
     ("/v1/score", {"text_1": ["a"] * 3, "text_2": ["b"] * 2}, "text_1", "text_1 has 3 texts and text_2 2"),
     ("/v1/score", {"text_1": "a" * 300, "text_2": "b" * 300}, "text_2", "an item of text_2 has 600"),
+    ("/v1/score", {"text_1": ["a", "a" * 600], "text_2": ["b", "b"]}, "text_1", "text_1 has 600"),
     ("/v1/score", {"text_1": "a", "text_2": "b", "reduction": "max"}, "reduction", "'mean' or 'sum'"),
 ]
 

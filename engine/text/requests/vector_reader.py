@@ -116,20 +116,35 @@ class VectorReader:
         return self._cut(lambda shown: encode(prompt + shown), text, param, truncation, num_behind)
 
     def pair(
-        self, first: str, second: str, param: str, truncation: Truncation, *, add_special_tokens: bool = True
+        self,
+        first: str,
+        second: str,
+        names: tuple[str, str],
+        truncation: Truncation,
+        *,
+        add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the ids of two texts that a classifier reads together; the second is cut, and some of it is kept."""
-        self._limits.check_length(len(first), param)
+        """Return the ids of two texts that a classifier reads together; the second is cut, and some of it is kept.
+
+        Raises ContextLengthError, which names the field of the text that is too long, or InvalidRequestError.
+        """
+        self._limits.check_length(len(first), names[0])
+        encode, num_behind = self._pair_encoder(first, add_special_tokens=add_special_tokens)
+        ids = self._cut(encode, second, names[1], truncation, num_behind)
+        if len(ids) > self._limits.most_readable:
+            self._limits.check_readable(len(encode("")), names[0])
+            self._limits.check_readable(len(ids), names[1])
+        return ids
+
+    def _pair_encoder(self, first: str, *, add_special_tokens: bool) -> tuple[Callable[[str], list[int]], int]:
+        """Return what makes the ids of the first text and a second one, and how many stand behind the second."""
         if self.settings.is_qwen3_reranker:
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
             before, behind = encode(_BEFORE), encode(_BEHIND)
             body = f"<Instruct>: {_INSTRUCT}\n<Query>: {first}\n<Document>: "
-            return self._cut(
-                lambda shown: [*before, *encode(body + shown), *behind], second, param, truncation, len(behind)
-            )
+            return lambda shown: [*before, *encode(body + shown), *behind], len(behind)
         encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
-        num_behind = self._tokenizer.num_around[1] * add_special_tokens
-        return self._cut(lambda shown: encode((first, shown)), second, param, truncation, num_behind)
+        return lambda shown: encode((first, shown)), self._tokenizer.num_around[1] * add_special_tokens
 
     def _cut(
         self, encode: Callable[[str], list[int]], text: str, param: str, truncation: Truncation, num_behind: int
