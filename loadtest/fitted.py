@@ -277,7 +277,7 @@ def _fitted(
     config: EngineConfig, hf: HFConfig, tensors: Sequence[TensorInfo] | None, folder: Path | None = None
 ) -> Fitted | FittedEncoder:
     hf, device = servable(hf, config.hf_overrides), torch.device("cpu")
-    dtype = default_dtype(hf, device)
+    dtype = default_dtype(hf, device, config.cpu_kernels)
     made: Callable[..., Fitted | FittedEncoder]
     own: ModelConfig | EncoderConfig
     if is_encoder(hf.values):

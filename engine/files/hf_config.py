@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from engine.core.errors import ModelLoadError
-from engine.system.host_limits import multiplies_bfloat16
 
 _MAX_SIZE = 1 << 40
 FLOAT_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
@@ -58,14 +57,12 @@ class HFConfig:
     def flag(self, key: str, default: bool = False) -> bool:
         return self._read(key, bool, default)
 
-    def float_type(self, *, on_cpu: bool) -> str:
-        """Return what --dtype auto is for the model: its own, but on a CPU one that multiplies fast. Raises ModelLoadError."""
+    def float_type(self, in_16_bits: str | None = None) -> str:
+        """Return what --dtype auto is for the model: its own, or what takes the place of 16 bits here. Raises ModelLoadError."""
         name = str(self.values.get("dtype") or self.values.get("torch_dtype") or "float32").removeprefix("torch.")
         if name not in FLOAT_TYPES:
             raise ModelLoadError(f"{self.source}: dtype {name!r} is not one of {', '.join(FLOAT_TYPES)}; set --dtype.")
-        if on_cpu and name != "float32":
-            return "bfloat16" if multiplies_bfloat16() else "float32"
-        return name
+        return name if in_16_bits is None or name == "float32" else in_16_bits
 
     def text(self, key: str, default: str | None = None) -> str:
         return self._read(key, str, default)

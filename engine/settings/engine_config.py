@@ -132,7 +132,19 @@ class EngineConfig:
         "auto",
         "",
         "native kernels on a CPU; auto takes its best instruction set, off uses torch alone",
-        choices=("auto", "off", "portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon_dot", "neon_bf16"),
+        choices=(
+            "auto",
+            "off",
+            "portable",
+            "avx2",
+            "avxvnni",
+            "avx512",
+            "avx512vnni",
+            "avx512bf16",
+            "amx",
+            "neon_dot",
+            "neon_bf16",
+        ),
     )
     portable_bits: bool = _device(
         False, "", "on a CPU, compute the same bits with every instruction set; needs native kernels"

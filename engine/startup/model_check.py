@@ -28,6 +28,7 @@ from engine.runtime.models.config_file import (
 )
 from engine.runtime.models.encoder_families import read_encoder
 from engine.runtime.models.families import read_config
+from engine.runtime.native.build import type_in_16_bits
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.gguf_config import check_architecture
 from engine.settings.engine_config import EngineConfig
@@ -65,10 +66,8 @@ def weight_bytes(config: EngineConfig) -> int:
     if path is None:
         return 0
     checkpoint = open_checkpoint(config.load_format, path)
-    name = (
-        config.asked_dtype if config.asked_dtype != "auto" else checkpoint.config.float_type(on_cpu=runs_on_cpu(config))
-    )
-    size = FLOAT_TYPES[name]
+    name, in_16_bits = config.asked_dtype, type_in_16_bits(config.cpu_kernels) if runs_on_cpu(config) else None
+    size = FLOAT_TYPES[checkpoint.config.float_type(in_16_bits) if name == "auto" else name]
     is_converted = chosen == "none" or (chosen == "auto" and config.dtype != "auto")
     return round(checkpoint.held_bytes(size, 1 if chosen in ("int8", "fp8") else size if is_converted else None))
 

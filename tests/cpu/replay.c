@@ -21,9 +21,9 @@ int main(int argc, char **argv) {
     void *library = dlopen(argv[1], RTLD_NOW);
     if (!library) return fprintf(stderr, "%s\n", dlerror()), 1;
     if (argc < 3) {
-        int32_t (*has_isa)(int32_t) = (int32_t(*)(int32_t))dlsym(library, "quire_has_isa");
+        int32_t (*rank)(int32_t) = (int32_t(*)(int32_t))dlsym(library, "quire_isa_rank");
         for (int32_t isa = 0; isa < MAX_ISAS; isa++)
-            if (has_isa(isa)) printf("%d ", isa);
+            if (rank(isa)) printf("%d ", isa);
         return 0;
     }
     int file = open(argv[2], O_RDONLY);

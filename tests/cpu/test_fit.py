@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
-from engine.files import hf_config
 from engine.files.gguf_kinds import Kind
+from engine.runtime.models import load
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import format_for
 from engine.settings.engine_config import EngineConfig
@@ -62,8 +62,8 @@ def folder(path: Path, name: str) -> str:
 def test_what_is_counted_is_what_an_engine_has(
     name: str, has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor without bfloat16 has the weights and the pool in float32."""
-    monkeypatch.setattr(hf_config, "multiplies_bfloat16", lambda: has_bfloat16)
+    """A processor without bfloat16 and kernels has the weights and the pool in float32."""
+    monkeypatch.setattr(load, "type_in_16_bits", lambda _: "bfloat16" if has_bfloat16 else "float32")
     model, pool = folder(tmp_path, name), 1 << 20
     found = fit.read(EngineConfig(model=model))
     engine = build_engine(EngineConfig(model=model, load_format="dummy", kv_cache_memory_bytes=pool), lambda _: None)

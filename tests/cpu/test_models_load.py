@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from engine.core.errors import ModelLoadError
-from engine.files import hf_config
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.models.transformers_adapter import TransformersModel, read_foreign_config
+from engine.runtime.native import build
 from engine.runtime.schemes import linear
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import fetch
@@ -217,12 +217,22 @@ def test_where_a_model_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (None, torch.float32),
     ],
 )
-def test_a_cpu_takes_bfloat16_where_it_can_multiply_it(
+def test_torch_takes_bfloat16_where_the_cpu_multiplies_it(
     features: str | None, chosen: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "proc").mkdir()
     if features:
         (tmp_path / "proc/cpuinfo").write_text(features)
-    monkeypatch.setattr(hf_config, "multiplies_bfloat16", lambda: multiplies_bfloat16(tmp_path))
+    monkeypatch.setattr(build, "multiplies_bfloat16", lambda: multiplies_bfloat16(tmp_path))
     write_config(tmp_path, dtype="bfloat16")
+    assert resolve_dtype(EngineConfig(model=str(tmp_path), cpu_kernels="off"), CPU) == chosen
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    monkeypatch.setattr(build, "best_library", lambda: None)
     assert resolve_dtype(EngineConfig(model=str(tmp_path)), CPU) == chosen
+
+
+def test_kernels_take_bfloat16_on_every_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(build, "find_compiler", lambda: "cc")
+    config = EngineConfig(model=write_config(tmp_path, dtype="bfloat16"))
+    assert resolve_dtype(config, CPU) == torch.bfloat16

@@ -183,6 +183,17 @@ def test_kernels_can_be_chosen(loaded: library.Library) -> None:
     assert library.native() is loaded
 
 
+def test_the_best_set_is_the_fastest(loaded: library.Library) -> None:
+    """Intel's processors multiply pairs of bfloat16 slower than floats."""
+    is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    rest = [
+        isa
+        for isa in build.machine_isas()
+        if isa is not build.Isa.AMX and not (is_intel and isa is build.Isa.AVX512BF16)
+    ]
+    assert loaded.isa is build.best_isa() is max(rest)
+
+
 def test_kernels_that_this_machine_does_not_have_are_refused(
     loaded: library.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ from engine.runtime.models.encoder_families import EncoderConfig, read_encoder
 from engine.runtime.models.fill import check_size, fill
 from engine.runtime.models.mtp import MTPHead
 from engine.runtime.models.pooler import make_pooler
+from engine.runtime.native.build import type_in_16_bits
 from engine.runtime.native.library import native
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
@@ -211,15 +212,16 @@ def _storage(checkpoint: Checkpoint, *, is_own: bool) -> Storage:
 
 
 def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Return --dtype; auto is the checkpoint's, but on a CPU bfloat16 only if it multiplies it, and not with --portable-bits."""
+    """Return --dtype; auto is the checkpoint's, but on a CPU bfloat16 for 16 bits, and float32 with --portable-bits."""
     if config.asked_dtype != "auto":
         return _DTYPES[config.asked_dtype]
-    return default_dtype(read_model_config(Path(config.model), config.load_format, config.hf_overrides), device)
+    model = read_model_config(Path(config.model), config.load_format, config.hf_overrides)
+    return default_dtype(model, device, config.cpu_kernels)
 
 
-def default_dtype(model: HFConfig, device: torch.device) -> torch.dtype:
+def default_dtype(model: HFConfig, device: torch.device, cpu_kernels: str) -> torch.dtype:
     """Return what --dtype auto is for a model. Raises ModelLoadError."""
-    return _DTYPES[model.float_type(on_cpu=device.type == "cpu")]
+    return _DTYPES[model.float_type(type_in_16_bits(cpu_kernels) if device.type == "cpu" else None)]
 
 
 def _require_adaptable(config: EngineConfig, scheme: Scheme, here: Circumstances, model: HFConfig) -> None:

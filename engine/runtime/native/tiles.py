@@ -41,8 +41,8 @@ def prove_tiles(on_compiled: OnCompiled = lambda *_: None) -> None:
             keep(tile_file(), json.dumps(tile_facts()))
             if not found:
                 _log.warning(
-                    "AMX is of no use here: its sums differ from those expected, or are slower than AVX-512's; set "
-                    "--cpu-kernels avx512bf16"
+                    "AMX is of no use here: its sums differ from those expected, or are slower than AVX-512's; leave "
+                    "--cpu-kernels out"
                 )
 
 
