@@ -25,6 +25,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
 from engine.core.step import PendingStep, StepPlan, StepResult
 from engine.core.types import Pooling, PoolingParams, Request
+from engine.runtime.native.decoder import NativeDecoder
 from engine.runtime.native.library import native
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
@@ -151,6 +152,23 @@ def test_every_family_is_transformers_own(name: str, tmp_path: Path) -> None:
         if native() is not None:
             alone = [numbers(llm.embed(each, progress=False))[0] for each in given(PROMPTS)]
             assert alone == found
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "nomic_bert", "modernbert", "mpnet"])
+def test_a_pass_is_one_call_of_the_library_or_the_same_in_torch(
+    name: str, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native() is None:
+        pytest.skip("no native library and no C compiler")
+    calls, forward = list[int](), NativeDecoder.forward
+    monkeypatch.setattr(NativeDecoder, "forward", lambda *args, **named: calls.append(1) or forward(*args, **named))
+    model = save(tmp_path, KINDS[name])
+    with LLM(str(tmp_path), dtype="float32", attention_backend=attention, **ENGINE) as llm:
+        found = numbers(llm.embed(given(PROMPTS), normalize=False, progress=False))
+        for ids, vector in zip(PROMPTS, found, strict=True):
+            assert vector == pytest.approx(states(model, ids).mean(0).tolist(), abs=1e-4)
+    assert bool(calls) is (attention == "auto" and name != "mpnet")
 
 
 @pytest.mark.parametrize(("name", "more"), [("bert", {"quantization": "int8"}), ("modernbert", {}), ("mpnet", {})])

@@ -1,5 +1,8 @@
 """The encoder of BERT's lineage: one class, configured by an EncoderConfig. Each token attends to all others of its text.
 
+On a CPU a pass is one call of the native library, if that holds every matrix and knows the scores and activations; the
+operations of torch here define it.
+
 Texts lie one behind the other, without padding; where one begins is known from its first position, because a step
 computes it whole. All layers of a kind share one state: each overwrites the keys and values of the one before, which
 nothing reads again.
@@ -17,13 +20,22 @@ from torch import Tensor
 from engine.files.vector_files import VectorSettings
 from engine.runtime.activation import Activation
 from engine.runtime.kv_layout import AttentionSpec, StateSpec
+from engine.runtime.layers.attention import AttentionArgs
 from engine.runtime.layers.parts import Angles, LayerStates, Maker, Target
 from engine.runtime.layers.rope import Rotary, rotate
 from engine.runtime.lora.loader import AdapterRows
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.models.encoder_families import EncoderConfig
 from engine.runtime.models.pooler import ACTIVATIONS, Pooler
-from engine.runtime.native.decoder import Streams, Vectors
+from engine.runtime.native.decoder import (
+    NativeDecoder,
+    Streams,
+    Vectors,
+    describe_part,
+    layer_norm_args,
+    scores_args,
+)
+from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, NormWeight, native
 from engine.runtime.schemes.linear import Embedding, Scheme
 
 _GATED = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
@@ -42,14 +54,20 @@ class _Norm:
     def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
 
+    def describe(self, *, is_of_stream: bool) -> NormWeight:
+        """Describe the norm to the native library; with `is_of_stream` the next sum begins with its result."""
+        return layer_norm_args(self._weight, self._bias, is_of_stream=is_of_stream)
+
 
 class _Layer:
     """Attention and an MLP, each added to what it reads, with a norm before or behind."""
 
-    def __init__(self, config: EncoderConfig, make: Maker, state: int, *, has_first_norm: bool) -> None:
+    def __init__(
+        self, config: EncoderConfig, make: Maker, state: int, spec: AttentionSpec, *, has_first_norm: bool
+    ) -> None:
         hidden, width = config.hidden_size, config.width
         self._shape = -1, 3 * config.num_heads, hidden // config.num_heads
-        self._num_heads, self._is_pre_norm, self._state = config.num_heads, config.is_pre_norm, state
+        self._num_heads, self._is_pre_norm, self._state, self._spec = config.num_heads, config.is_pre_norm, state, spec
         self.qkv = make.linear(dict.fromkeys("qkv", hidden), hidden, bias=config.qkv_bias)
         self._o = make.linear({"o": hidden}, hidden, bias=config.o_bias)
         self._mixer_norm = _Norm(make, "mixer_norm", config) if has_first_norm else None
@@ -67,6 +85,31 @@ class _Layer:
         assert self._mixer_norm is not None
         x = self._mixer_norm(self._attend(x, angles, attention, bias).add_(x))
         return self._mlp_norm(self._mlp(x).add_(x))
+
+    def describe(self, rotary: int, before: _Norm | None) -> LayerArgs | None:
+        """Describe the loaded layer to the native library, behind the norm of `before`; None if that cannot compute it."""
+        num_heads, _, head_dim = self._num_heads, *self._shape[1:]
+        self._args = AttentionArgs(scores=scores_args(self._spec), num_kv_heads=num_heads, head_dim=head_dim)
+        mixer = describe_part("attention", (self.qkv.args, self._o.args), self._args)
+        feed_forward = describe_part("mlp", (self._up.args, self._down.args))
+        if mixer is None or feed_forward is None or self._activate is not None:
+            return None
+        layer = LayerArgs(mixer=mixer, feed_forward=feed_forward, rotary=rotary, stream_scale=1.0)
+        if self._is_pre_norm:
+            layer.before_feed_forward = self._mlp_norm.describe(is_of_stream=False)
+            if self._mixer_norm is not None:
+                layer.before_mixer = self._mixer_norm.describe(is_of_stream=False)
+        else:
+            assert self._mixer_norm is not None
+            layer.before_feed_forward = self._mixer_norm.describe(is_of_stream=True)
+        if before is not None:
+            layer.before_mixer = before.describe(is_of_stream=True)
+        return layer
+
+    @property
+    def last_norm(self) -> _Norm | None:
+        """Return the norm behind the last sum."""
+        return None if self._is_pre_norm else self._mlp_norm
 
     def _attend(self, x: Tensor, angles: Angles | None, attention: LayerStates, bias: _Distances | None) -> Tensor:
         qkv = self.qkv(x).view(self._shape)
@@ -148,12 +191,17 @@ class Encoder:
         self._norm = _Norm(make, "norm", config)
         head_dim = hidden // config.num_heads
         kinds = list(dict.fromkeys(config.reaches))
-        self.states: Sequence[StateSpec] = [
+        specs = [
             AttentionSpec(config.num_heads, config.num_heads, head_dim, head_dim**-0.5, reach=reach) for reach in kinds
         ]
+        self.states: Sequence[StateSpec] = specs
         self._layers = [
             _Layer(
-                config, make.within(f"layers.{i}"), kinds.index(reach), has_first_norm=bool(i) or not config.is_pre_norm
+                config,
+                make.within(f"layers.{i}"),
+                kinds.index(reach),
+                specs[kinds.index(reach)],
+                has_first_norm=bool(i) or not config.is_pre_norm,
             )
             for i, reach in enumerate(config.reaches)
         ]
@@ -161,6 +209,43 @@ class Encoder:
         ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         self._rope_of = [len(ropes) if rope is None else ropes.index(rope) for rope in config.ropes]
+        self._state_of = [kinds.index(reach) for reach in config.reaches]
+        self._native: NativeDecoder | None = None
+
+    def finish(self) -> None:
+        """Complete a loaded model."""
+        self.loads.clear()
+        self._native = self._describe()
+
+    def _describe(self) -> NativeDecoder | None:
+        """Describe the model to the native library, if that can compute it."""
+        library, config = native(), self._config
+        positions, types = self._positions.weight, self._types.weight
+        *before, last = self._norm, *(layer.last_norm for layer in self._layers)
+        ropes = [rope if rope < len(self._rotaries) else -1 for rope in self._rope_of]
+        described = [each.describe(rope, norm) for each, rope, norm in zip(self._layers, ropes, before, strict=True)]
+        layers = [layer for layer in described if layer is not None]
+        last = last or self._final_norm
+        if library is None or self.device.type != "cpu" or len(layers) < len(described) or last is None:
+            return None
+        if config.num_distances or not isinstance(positions, Tensor) or not isinstance(types, Tensor):
+            return None
+        description = DecoderArgs(
+            hidden=config.hidden_size, dtype=DTYPES[self.dtype], eps=config.norm_eps, embedding_scale=1.0, residual_scale=1.0,
+            last_holder=len(layers) - 1, type_rows=types.data_ptr(),
+        )  # fmt: skip
+        if config.num_position_rows:
+            description.position_rows = positions[config.first_position].data_ptr()
+        return NativeDecoder(
+            library,
+            description,
+            layers,
+            [rotary.frequencies for rotary in self._rotaries],
+            embedding=self._words.described,
+            norm=last.describe(is_of_stream=True),
+            dtype=self.dtype,
+            state_of=self._state_of,
+        )
 
     @property
     def capabilities(self) -> ModelCapabilities:
@@ -178,7 +263,10 @@ class Encoder:
         vectors: Vectors | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Return hidden states [R, hidden] of `rows` [R], or all; ids, positions [T]."""
-        x = self._embedded(ids, positions)
+        types = self._types_of(ids, positions) if self._config.num_types else None
+        if self._native is not None and attention.paged_step is not None:
+            return self._native.forward(ids, positions, attention.paged_step, rows, None, types=types)
+        x = self._embedded(ids, positions, types)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         bias = None
         if self._config.num_distances:
@@ -192,16 +280,19 @@ class Encoder:
             x = x.index_select(0, rows)
         return x if self._final_norm is None else self._final_norm(x)
 
-    def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _types_of(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the type of each token: 1 in the second text of two, else 0."""
+        if self._separator is None:
+            return torch.zeros_like(ids)
+        ends = (ids == self._separator).long()
+        before = ends.cumsum(0) - ends
+        starts = torch.arange(len(ids), device=ids.device) - positions
+        return (before > before.index_select(0, starts)).long()
+
+    def _embedded(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         """Return what enters the first layer: the normed sum of what is known of a token."""
         x = self._words(ids)
-        if self._config.num_types:
-            types = torch.zeros_like(ids)
-            if self._separator is not None:
-                ends = (ids == self._separator).long()
-                before = ends.cumsum(0) - ends
-                starts = torch.arange(len(ids), device=ids.device) - positions
-                types = (before > before.index_select(0, starts)).long()
+        if types is not None:
             x = x + self._types(types)
         if self._config.num_position_rows:
             x = x + self._positions(positions + self._config.first_position)

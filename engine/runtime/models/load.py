@@ -345,7 +345,7 @@ def load_encoder(
     )  # fmt: skip
     _add_pooler(model, vectors, checkpoint.config, path, own)
     fill(model.loads, EncoderTensors(checkpoint), report, is_part=True)
-    model.loads.clear()
+    model.finish()
     return model
 
 

@@ -22,7 +22,7 @@ from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import Angles, LayerStates, Maker
 from engine.runtime.layers.rope import Rotary
 from engine.runtime.models.decoder import Decoder
-from engine.runtime.native.decoder import NativeDecoder, PagedStep
+from engine.runtime.native.decoder import NativeDecoder, PagedStep, norm_args
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
 
 
@@ -60,7 +60,7 @@ class MTPHead:
         rotaries = [] if self._rotary is None else [self._rotary.frequencies]
         empty = torch.empty(0, dtype=self.dtype)
         return NativeDecoder(
-            library, self._args, [layer], rotaries, embedding=empty, norm=self._norm.weight, dtype=self.dtype
+            library, self._args, [layer], rotaries, embedding=empty, norm=norm_args(self._norm.weight), dtype=self.dtype
         )
 
     def project(self, states: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ static void add_norm(const struct decoder *d, struct norm norm, float *stream, c
         .rows = rows, .width = d->hidden,
         .residual_stride = d->hidden, .delta_stride = d->hidden, .out_stride = d->hidden,
         .dtype = out_dtype, .weight_dtype = norm.dtype, .stream_dtype = DT_F32,
-        .alpha = d->residual_scale, .eps = d->eps, .scale = scale,
+        .alpha = d->residual_scale, .eps = d->eps, .scale = scale, .kind = norm.kind, .bias = norm.bias,
     };
     quire_add_rms_norm(&args);
 }
@@ -411,10 +411,19 @@ static int32_t look_up(const struct forward_args *f, struct workspace *w) {
     return reduce(d, w->stream, f->num_tokens);
 }
 
+/* Add to each token's embedding its row of another table, if there is one. */
+static void add_rows(const struct forward_args *f, struct workspace *w, const void *table, const int64_t *rows) {
+    const struct decoder *d = f->decoder;
+    if (!table) return;
+    quire_embed(&(struct embed_args){table, rows, w->stream, f->num_tokens, d->hidden, d->dtype, -1, 1, .adds = 1});
+}
+
 /* The stream that enters the first layer: embeddings, or the vectors in their place. */
 static int32_t embed(const struct forward_args *f, struct workspace *w) {
     size_t bytes = (size_t)f->decoder->hidden * sizeof(float);
     int32_t status = look_up(f, w);
+    add_rows(f, w, f->decoder->type_rows, f->types);
+    add_rows(f, w, f->decoder->position_rows, f->positions);
     for (int64_t t = 0; f->vector_of && t < f->num_tokens; t++)
         if (f->vector_of[t] >= 0)
             memcpy((char *)w->stream + (size_t)t * bytes, (const char *)f->vectors + (size_t)f->vector_of[t] * bytes, bytes);

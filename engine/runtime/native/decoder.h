@@ -10,6 +10,7 @@
 SHARED struct forward_args {
     const struct decoder *decoder;
     const int64_t *ids, *positions;   /* [num_tokens]; positions of three axes: [3][num_tokens] */
+    const int64_t *types;             /* [num_tokens], if the decoder has rows of types */
     const int64_t *rows;              /* [num_rows]; NULL: all */
     void *hidden;                     /* [num_rows, hidden] */
     int64_t num_tokens, num_rows;

@@ -41,6 +41,8 @@ from engine.runtime.native.library import (
     native,
 )
 
+_LAYER, _LAYER_OF_STREAM = 1, 2  # as in quire_cpu.h
+
 
 @dataclass(frozen=True, slots=True)
 class PagedLayer:
@@ -82,8 +84,14 @@ class Vectors(NamedTuple):
 
 
 def norm_args(weight: Tensor | None) -> NormWeight:
-    """Describe a norm, or that there is none."""
+    """Describe an RMSNorm, or that there is none."""
     return NormWeight() if weight is None else NormWeight(weight.data_ptr(), DTYPES[weight.dtype])
+
+
+def layer_norm_args(weight: Tensor, bias: Tensor | None, *, is_of_stream: bool) -> NormWeight:
+    """Describe a LayerNorm, whose result may be the stream from then on."""
+    kind = _LAYER_OF_STREAM if is_of_stream else _LAYER
+    return NormWeight(weight.data_ptr(), DTYPES[weight.dtype], kind, None if bias is None else bias.data_ptr())
 
 
 def scores_args(spec: AttentionSpec) -> ScoresArgs:
@@ -117,7 +125,7 @@ class NativeDecoder:
         rotaries: Sequence[tuple[Tensor, float, Tensor | None]],
         *,
         embedding: Tensor | LinearArgs,
-        norm: Tensor,
+        norm: NormWeight,
         dtype: torch.dtype,
         state_of: Sequence[int] | None = None,
     ) -> None:
@@ -140,7 +148,7 @@ class NativeDecoder:
         description.rotaries, description.num_rotaries = addressof(self._rotaries), len(rotaries)
         description.embedding = embedding.packed if isinstance(embedding, LinearArgs) else embedding.data_ptr()
         description.embedding_format = embedding.format if isinstance(embedding, LinearArgs) else PLAIN
-        description.norm = norm_args(norm)
+        description.norm = norm
 
     def forward(
         self,
@@ -151,14 +159,15 @@ class NativeDecoder:
         adapters: AdaptersArgs | None,
         streams: Streams | None = None,
         vectors: Vectors | None = None,
+        types: Tensor | None = None,
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows`, or of all; all indices are int64."""
         num_tokens = ids.shape[0]  # a tensor's len() is Python
         num_rows = num_tokens if rows is None else rows.shape[0]
         hidden = torch.empty(num_rows, self._decoder.hidden, dtype=self._dtype)
         args = ForwardArgs(
-            self.bound_to(step), ids.data_ptr(), positions.data_ptr(), None if rows is None else rows.data_ptr(),
-            hidden.data_ptr(), num_tokens, num_rows,
+            self.bound_to(step), ids.data_ptr(), positions.data_ptr(), None if types is None else types.data_ptr(),
+            None if rows is None else rows.data_ptr(), hidden.data_ptr(), num_tokens, num_rows,
         )  # fmt: skip
         if adapters is not None:
             args.adapters = adapters

@@ -51,6 +51,20 @@ INLINE void interleave(char *to, const char *const *from, int64_t num, size_t by
         for (size_t i = 0; i < bytes; i += lane) memcpy(to + i * (size_t)num + (size_t)r * lane, from[r] + i, lane);
 }
 
+/* Pack up to a tile's lanes of row `r` of a group of `num`, from lane `first` on. */
+INLINE void pack_lanes(enum kind kind, const uint32_t *x, size_t lanes, uint32_t *group, size_t first, size_t r, size_t num) {
+    uint32_t *to = group + first * num;
+    if (kind == KIND_TILES) {
+        memcpy(to + r * TILE_LANES, x, lanes * 4);
+        memset(to + r * TILE_LANES + lanes, 0, (TILE_LANES - lanes) * 4);
+    } else if (kind == KIND_BF16) {
+        to += first * num + 2 * r;
+        for (size_t l = 0; l < lanes; l++, to += 2 * num) to[0] = x[l] << 16, to[1] = x[l] & 0xffff0000;
+    } else {
+        for (size_t l = 0; l < lanes; l++) to[l * num + r] = x[l];
+    }
+}
+
 /* Pack one group, its rows `stride` values apart from `x` on. */
 void gemm_pack_group(const struct gemm_args *a, int64_t group, const void *x_rows, int64_t stride) {
     enum kind kind = kind_of_weight(a);
@@ -60,23 +74,11 @@ void gemm_pack_group(const struct gemm_args *a, int64_t group, const void *x_row
         quant_pack_rows(a, x_rows, stride, quant_group_at(a->w.format, a->w.k, a->rows, first, num), num);
     } else {
         uint32_t *to = (uint32_t *)((char *)a->rows + (size_t)first * gemm_row_bytes(a));
-        for (int64_t r = 0; r < num; r++) {
-            const uint32_t *x = (const uint32_t *)x_rows + (size_t)(r * stride) / pair_of(kind);
-            if (kind == KIND_TILES)
-                for (size_t l = 0; l < lanes; l += TILE_LANES) {
-                    uint32_t *tile = to + l * (size_t)num + (size_t)r * TILE_LANES;
-                    size_t rest = lanes - l < TILE_LANES ? lanes - l : TILE_LANES;
-                    memcpy(tile, x + l, rest * 4);
-                    memset(tile + rest, 0, (TILE_LANES - rest) * 4);
-                }
-            else if (kind != KIND_BF16)
-                for (size_t l = 0; l < lanes; l++) to[l * (size_t)num + (size_t)r] = x[l];
-            else
-                for (size_t l = 0; l < lanes; l++) {
-                    to[2 * (l * (size_t)num + (size_t)r)] = x[l] << 16;
-                    to[2 * (l * (size_t)num + (size_t)r) + 1] = x[l] & 0xffff0000;
-                }
-        }
+        for (size_t l = 0; l < lanes; l += TILE_LANES)
+            for (int64_t r = 0; r < num; r++) {
+                const uint32_t *x = (const uint32_t *)x_rows + (size_t)(r * stride) / pair_of(kind) + l;
+                pack_lanes(kind, x, lanes - l < TILE_LANES ? lanes - l : TILE_LANES, to, l, (size_t)r, (size_t)num);
+            }
     }
 }
 

@@ -6,10 +6,12 @@
 #include "lora.h"
 #include "states.h"
 
-/* An RMSNorm's weight; `weight` NULL: no norm here. */
+/* A norm's weight; `weight` NULL: no norm here. */
 SHARED struct norm {
     const void *weight;
-    int32_t dtype;
+    int32_t dtype;    /* of weight and bias */
+    int32_t kind;     /* enum norm_kind */
+    const void *bias; /* of a LayerNorm, or NULL */
 };
 
 /* One rotary embedding: the frequency of each pair of dimensions, radians a position. */
@@ -71,6 +73,7 @@ SHARED struct decoder {
      * process holds all of it. */
     struct group *group;
     int64_t first_id, num_ids; /* with a group: the rows of the embedding that this rank holds */
+    const void *position_rows, *type_rows; /* [.., hidden] of `dtype`, added to a token's embedding; NULL: none */
 };
 
 /* One part's turn in a step. */

@@ -15,6 +15,27 @@ INLINE void norm_row(struct view in, struct view out, struct view weight, int64_
     for (int64_t i = 0; i < width; i += W) put(out, i, width, get(in, i, width) * factor * get(weight, i, width));
 }
 
+/* A LayerNorm of a row, into `out` and, if the stream is to be its result, over the row. */
+INLINE void layer_norm_row(const struct norm_args *a, struct view in, struct view out) {
+    struct view weight = view_of(a->weight, a->weight_dtype, out.dtype, 0), bias = weight;
+    bias.base = (void *)a->bias;
+    vf sum = splat(0), squares = splat(0);
+    for (int64_t i = 0; i < a->width; i += W) sum += get(in, i, a->width);
+    vf mean = splat(sum_f(sum) / (float)a->width);
+    for (int64_t i = 0; i < a->width; i += W) {
+        vf off = get(in, i, a->width) - mean, kept = {0};
+        copy_values(&kept, &off, a->width - i, sizeof(float)); /* zeros behind the row */
+        squares += kept * kept;
+    }
+    vf factor = splat(1.f / sqrtf(sum_f(squares) / (float)a->width + a->eps));
+    for (int64_t i = 0; i < a->width; i += W) {
+        vf x = (get(in, i, a->width) - mean) * factor * get(weight, i, a->width);
+        if (a->bias) x += get(bias, i, a->width);
+        if (a->kind == NORM_LAYER_OF_STREAM) put(in, i, a->width, x);
+        put(out, i, a->width, x);
+    }
+}
+
 INLINE void add_norm_row(const struct norm_args *a, int64_t row, struct view out) {
     enum dtype stream = a->stream_dtype == DT_F32 ? DT_F32 : out.dtype;
     struct view residual = {a->residual, (size_t)(row * a->residual_stride), stream};
@@ -22,7 +43,9 @@ INLINE void add_norm_row(const struct norm_args *a, int64_t row, struct view out
     vf scale = splat(a->scale != 0 ? a->scale : 1);
     for (int64_t i = 0; a->delta && i < a->width; i += W)
         put(residual, i, a->width, scale * (get(residual, i, a->width) + a->alpha * get(delta, i, a->width)));
-    if (a->weight && out.dtype == DT_F32 && a->weight_dtype != DT_F32) /* the outputs of parts are normed in float32 */
+    if (a->weight && a->kind != NORM_RMS)
+        layer_norm_row(a, residual, out);
+    else if (a->weight && out.dtype == DT_F32 && a->weight_dtype != DT_F32) /* the outputs of parts are normed in float32 */
         norm_row(residual, out, (struct view){(void *)a->weight, 0, (enum dtype)a->weight_dtype}, a->width, a->eps);
     else if (a->weight)
         norm_row(residual, out, view_of(a->weight, a->weight_dtype, out.dtype, 0), a->width, a->eps);
@@ -57,7 +80,10 @@ INLINE void embed_as(const struct embed_args *a, int64_t begin, int64_t end, enu
         struct view from = {(void *)a->table, (size_t)(a->ids[row] * a->width), dtype};
         if (is_packed) from = (struct view){plain, 0, dtype};
         struct view out = {a->out, (size_t)(row * a->width), DT_F32};
-        for (int64_t i = 0; i < a->width; i += W) put(out, i, a->width, get(from, i, a->width) * a->scale);
+        for (int64_t i = 0; i < a->width; i += W) {
+            vf x = get(from, i, a->width) * a->scale;
+            put(out, i, a->width, a->adds ? get(out, i, a->width) + x : x);
+        }
     }
 }
 
@@ -130,15 +156,6 @@ FOR_EACH_TYPE(gate, gate_args)
 FOR_EACH_TYPE(act, act_args)
 FOR_EACH_TYPE(rope, rope_args)
 FOR_EACH_TYPE(embed, embed_args)
-
-void scale_logits_rows(const void *args, int64_t begin, int64_t end) {
-    const struct scaled_logits *a = args;
-    struct view x = {a->logits, 0, DT_F32};
-    for (int64_t i = begin * a->width; i < end * a->width; i += W) {
-        vf value = get(x, i, end * a->width) * a->multiplier;
-        put(x, i, end * a->width, a->cap != 0 ? a->cap * tanh_f(value / a->cap) : value);
-    }
-}
 
 void narrow_halves(const float *from, uint16_t *to, int64_t num) {
     struct view in = {(void *)from, 0, DT_F32}, out = {to, 0, DT_F16};

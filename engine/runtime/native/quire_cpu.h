@@ -277,6 +277,9 @@ struct ranks_args {
     int64_t num_ranks, width;
 };
 
+/* RMSNorm; LayerNorm; LayerNorm whose result is the stream from then on, too. */
+enum norm_kind { NORM_RMS, NORM_LAYER, NORM_LAYER_OF_STREAM };
+
 SHARED struct norm_args {
     void *residual;     /* [rows, width] = scale * (residual + alpha * delta), unless delta is NULL */
     const void *delta;  /* [rows, width] */
@@ -288,6 +291,8 @@ SHARED struct norm_args {
     int32_t stream_dtype;        /* of residual and delta: as `dtype`, or float32 */
     float alpha, eps;
     float scale;                 /* 0: 1 */
+    int32_t kind;                /* enum norm_kind; a stream that is replaced is float32 */
+    const void *bias;            /* [width] of `weight_dtype`, of a LayerNorm; or NULL */
 };
 
 /* x = activation(x) * input, in place. */
@@ -325,7 +330,7 @@ SHARED struct rope_args {
     float eps;
 };
 
-/* out = scale * table[ids], in float32 */
+/* out = scale * table[ids], in float32. */
 SHARED struct embed_args {
     const void *table;  /* [vocab, width] of `dtype`, or the panels of a matrix */
     const int64_t *ids; /* [rows] */
@@ -334,13 +339,7 @@ SHARED struct embed_args {
     int32_t dtype;  /* of the result, before it is scaled */
     int32_t format; /* of the panels; -1: none */
     float scale;
-};
-
-/* Logits, which are multiplied, and then capped: cap * tanh(x / cap), in place. */
-SHARED struct scaled_logits {
-    float *logits; /* [rows, width] */
-    int64_t rows, width;
-    float multiplier, cap; /* 1; 0: none */
+    int32_t adds;   /* out +=, of a table that is no matrix */
 };
 
 /* How one row is drawn. */
@@ -378,7 +377,7 @@ range_work gemm_pack_rows;
 void gemm_gather(const struct gemm_args *, int64_t group, const char *alone, const int32_t *rows);
 extern const int32_t pairs_are_wide; /* rows of bfloat16 are packed as float32 */
 void gemm(const struct gemm_args *, const struct gemm_share *);
-range_work add_rms_norm_rows, clip_rows, gate_rows, act_rows, rope_rows, embed_rows, scale_logits_rows, sample_rows;
+range_work add_rms_norm_rows, clip_rows, gate_rows, act_rows, rope_rows, embed_rows, sample_rows;
 range_work widen_rows, clamp_rows, add_ranks;
 void narrow_halves(const float *from, uint16_t *to, int64_t num); /* to the nearest float16 */
 void round_fp8(const struct fp8_row *, float *scratch, uint8_t *to); /* to Q8_0 */
@@ -435,7 +434,6 @@ static inline const struct gemm_job *job_of(const struct gemm_job *jobs, int64_t
 #define EXPORT __attribute__((visibility("default")))
 EXPORT int32_t quire_gemm(const struct gemm_args *);
 EXPORT int32_t quire_sample(const struct sample_args *);
-EXPORT int32_t quire_scale_logits(const struct scaled_logits *);
 EXPORT int32_t quire_gemm_heads(const struct heads_args *);
 size_t quire_rows_bytes(const struct gemm_args *);
 int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k);

@@ -244,13 +244,19 @@ INLINE vf tanh_f(vf x) {
     return 1.f - 2.f / (exp_f(x + x) + 1.f);
 }
 
-/* max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2), which is x / 2 * (1 + erf(x / sqrt 2)); erfc is Abramowitz and Stegun's 7.1.26,
- * exact to 1.5e-7. */
+/* max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2), which is x / 2 * (1 + erf(x / sqrt 2)), to 4e-7 and one rounding. Half of erfc is a
+ * polynomial up to |x| = 5.25, fitted so that its error times |x| is least: a third of the time of one with a division and a
+ * power of e. Behind 5.25, where the term is 4e-7, it stays. NaN stays NaN. */
 INLINE vf gelu(vf x) {
-    vf most = max_f(x, -x), z = most * 0.707106781f, t = 1.f / (1.f + 0.3275911f * z);
-    vf sum = 1.421413741f + t * (-1.453152027f + t * 1.061405429f);
-    sum = t * (0.254829592f + t * (-0.284496736f + t * sum));
-    return max_f(x, splat(0)) - 0.5f * most * sum * exp_f(-z * z);
+    static const float terms[] = {
+        6.72713562e-4f,  -4.62474860e-3f, 3.66849708e-3f,  1.97618790e-2f,  -3.48615460e-2f, -1.96207687e-2f,
+        9.68885347e-2f,  -6.13656007e-2f, -9.51344073e-2f, 1.96085602e-1f,  -9.77585837e-2f, -1.20885335e-1f,
+        2.57117420e-1f,  -2.25950569e-1f, 1.15075618e-1f,  -3.34010981e-2f, 4.33245627e-3f,
+    };
+    vf most = max_f(x, -x), near = select_f(most > splat(5.25f), splat(5.25f), most), u = near * (2 / 5.25f) - 1.f;
+    vf half = splat(terms[0]);
+    UNROLL for (size_t i = 1; i < sizeof terms / sizeof *terms; i++) half = half * u + terms[i];
+    return max_f(x, splat(0)) - near * half;
 }
 
 INLINE vf activate(vf x, enum activation activation) {
