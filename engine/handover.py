@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import ConfigError, ParcelError
-from engine.core.kv.groups import Place, PrefixImport, places_at
+from engine.core.kv.imports import Place, PrefixImport, places_at
 from engine.core.kv.prefix_cache import DIGEST_BYTES, name_block
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
@@ -90,7 +90,7 @@ class Handover:
         num_blocks = self.count_blocks(len(prefix.tokens))
 
         def count(scheduler: Scheduler, _: Runner) -> Missing:
-            num_found = scheduler.kv.find_prefix(prefix.names, prefix.tokens, num_blocks)
+            num_found = scheduler.kv.imports.find_prefix(prefix.names, prefix.tokens, num_blocks)
             num_missing = num_blocks - num_found
             return Missing(num_missing, scheduler.tiers.compute_s(num_found, num_missing))
 
@@ -106,7 +106,7 @@ class Handover:
     def send(self, prefix: Prefix) -> Offer | None:
         """Pack the cached blocks of a prompt's beginning; returns what to ask for. Raises ParcelError and OSError."""
         prefix, most, done = self._named(prefix), self.count_blocks(len(prefix.tokens)), 0
-        num_blocks = self._between_steps(lambda each, _: each.kv.find_prefix(prefix.names, prefix.tokens, most))
+        num_blocks = self._between_steps(lambda each, _: each.kv.imports.find_prefix(prefix.names, prefix.tokens, most))
         if not num_blocks:
             return None
         places = places_at(self._engine.config, num_blocks)
@@ -165,16 +165,16 @@ class Handover:
         """Write what the cache lacks of a parcel, found once all is there; returns how many of the prompt's blocks it has."""
 
         def begin(scheduler: Scheduler, _: Runner) -> PrefixImport | None:
-            return scheduler.kv.import_places(prefix.names, prefix.tokens, places, reserve=len(scheduler.running))
+            return scheduler.kv.imports.begin(prefix.names, prefix.tokens, places, reserve=len(scheduler.running))
 
         imported, name_of = self._between_steps(begin), dict(zip(places, names, strict=True))
         if imported is None:
             return 0
         try:
             self._fill(parcel, [name_of[place] for place in imported.places], imported.blocks)
-            return self._between_steps(lambda scheduler, _: scheduler.kv.finish(imported))
+            return self._between_steps(lambda scheduler, _: scheduler.kv.imports.finish(imported))
         finally:
-            self._engine.between_steps(lambda scheduler, _: scheduler.kv.cancel(imported))
+            self._engine.between_steps(lambda scheduler, _: scheduler.kv.imports.cancel(imported))
 
     def _fill(self, parcel: KnownPart, names: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copy blocks of a parcel in, piece by piece."""
@@ -203,7 +203,7 @@ class Handover:
         """Copy blocks of a prompt out; return how many of them there are."""
 
         def read(scheduler: Scheduler, runner: Runner) -> int:
-            blocks = scheduler.kv.find_places(prefix.names, places)
+            blocks = scheduler.kv.imports.find_places(prefix.names, places)
             runner.read_blocks(blocks, rows[: len(blocks)])
             return len(blocks)
 

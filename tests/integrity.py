@@ -60,7 +60,7 @@ def check_kv(kv: KVCacheManager, living: Collection[Living], in_flight: Iterable
     """`living` and plans in flight hold exactly what is held."""
     slots = sorted(kv._slots + [slot for seq in living for slot in seq.kv.slots])
     assert slots == list(range(kv._max_num_seqs)), "a runner slot is lost or taken twice"
-    imported = [each.held for each in kv._imports]
+    imported = [each.held for each in kv.imports._open]
     tables = [table for seq in living for table in seq.kv.held]
     held = [[block for block in table if block != NO_BLOCK] for table in tables]
     check_index(kv._cache, [*held, *imported], kv._others)

@@ -58,6 +58,7 @@ _EXACT = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0)
 _QUANTISED = (*_EXACT, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4)  # by `gguf`
 _MANY = 1e8  # weights; quantising more takes minutes
 _HEADS = {kind: kind for kind in _EXACT}  # others: Q6_K
+_FILE_TYPES = {"f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q4_k_m": 15}  # llama.cpp's, of files that OpenVINO reads
 _MIXED = {"q4_k_m": Kind.Q4_K, "q5_k_m": Kind.Q5_K}  # half of the layers have some matrices in Q6_K
 
 
@@ -75,6 +76,8 @@ def write_gguf(source: Source, tokenizer: dict[str, Any], path: Path, name: str)
     """Write matrices in a format, and vectors and routers in float32, as llama.cpp's converter does."""
     writer = GGUFWriter(path, source.shape.arch, use_temp_file=False)
     _add_settings(writer, source.shape)
+    if name in _FILE_TYPES:
+        writer.add_file_type(_FILE_TYPES[name])  # OpenVINO refuses a file without
     _add_tokenizer(writer, tokenizer)
     kinds = {tensor: _kind(source, tensor, name) for tensor in source.shapes}
     for tensor, kind in kinds.items():

@@ -72,9 +72,7 @@ class RequestState:
             self.account.num_open += 1
 
     def after_head(self, message: Message) -> Message:
-        """Return a message for one that follows the head; an answer after comments has no other head."""
-        if self.late_status is None:
-            return message
+        """Return a message for one that follows the head of a stream with comments, which has no other head."""
         if message["type"] == "http.response.start":
             self.late_status = message["status"]
             return {"type": "http.response.body", "body": b"", "more_body": True}
@@ -140,7 +138,7 @@ class RequestScope:
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
-            if status:
+            if status and state.late_status is not None:
                 message = state.after_head(message)
             elif message["type"] == "http.response.start":
                 status = message["status"]

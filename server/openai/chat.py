@@ -133,7 +133,7 @@ class ChatFormatter(ChunkFormatter):
         finish = delta.finish_reason
         choice = ChatChoice(index=index, **content, logprobs=None, finish_reason=finish.value if finish else None)
         if self._body.logprobs:
-            choice.logprobs = chat_logprobs(self._meta.tokenizer, delta, as_ids=self._spells_ids)
+            choice.logprobs = chat_logprobs(self._meta.tokenizer, delta.logprobs, as_ids=self._spells_ids)
         if finish is not None:
             choice.stop_reason = delta.stop_reason
             if finish is FinishReason.STOP and delta.has_called:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field
 
+from engine.core.types import TokenLogprob
 from engine.text.chat.choice import Delta
 from engine.text.tokenizer import TextTokenizer, finite, token_text
 from server.protocol.documents import ResponseBody
@@ -60,8 +63,10 @@ def completion_logprobs(
     )
 
 
-def chat_logprobs(tokenizer: TextTokenizer, delta: Delta, *, as_ids: bool = False) -> ChatLogprobs:
-    """Return a delta's log probabilities; `as_ids` spells tokens as _by_id does."""
+def chat_logprobs(
+    tokenizer: TextTokenizer, logprobs: Sequence[TokenLogprob | None], *, as_ids: bool = False
+) -> ChatLogprobs:
+    """Return log probabilities of an answer; `as_ids` spells tokens as _by_id does."""
 
     def shape(token_id: int, logprob: float) -> TopLogprob:
         raw = tokenizer.token_bytes(token_id)
@@ -69,7 +74,7 @@ def chat_logprobs(tokenizer: TextTokenizer, delta: Delta, *, as_ids: bool = Fals
         return TopLogprob(token=token, logprob=finite(logprob), bytes=list(raw))
 
     content = []
-    for entry in delta.logprobs:
+    for entry in logprobs:
         assert entry is not None, "chat answers do not echo the prompt"
         own = shape(entry.token_id, entry.logprob)
         top = [shape(token_id, logprob) for token_id, logprob in entry.top]

@@ -16,7 +16,8 @@ from server.http.threads import run_slowly
 from server.protocol.errors import ApiError, to_api_error
 from server.telemetry.events import TAG_CHARS, AnswerMetrics, HttpAnswered, Outcome, RequestRecord
 from server.telemetry.live import QueuePosition
-from server.telemetry.prefix_ends import PrefixEnd, in_words
+from server.telemetry.prefix_ends import PrefixEnd
+from server.telemetry.prefix_words import in_words
 from server.telemetry.request_log import RECENT
 
 _ORDER = ("running", "prefill", "preempted")  # a request has the state of its foremost sequence

@@ -1,4 +1,4 @@
-"""Why the prefix cache gave a prompt no more than it did: the cause, and its words.
+"""Why the prefix cache gave a prompt no more than it did: the cause, which prefix_words.py puts in words.
 
 Of a prompt that has been computed, where its request generates from no other. What it has in common with earlier prompts
 of its owner is known from its turn (engine/text/chat/history.py), what was found of it from the engine. Any thread.
@@ -10,8 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.core.types import Params, PromptInfo
-from engine.text.chat.history import ChatTurn, Fork, RecentPrompt, quote, role_at
-from engine.text.tokenizer import TextTokenizer
+from engine.text.chat.history import ChatTurn, Fork, RecentPrompt
 
 
 class Cause(str, Enum):
@@ -72,32 +71,3 @@ def prefix_end(turn: ChatTurn, info: PromptInfo, params: Params) -> PrefixEnd:
     else:
         cause = Cause.BROKEN if own.is_edit else Cause.NEW
     return end(cause, own.num_common, own)
-
-
-def in_words(end: PrefixEnd, tokenizer: TextTokenizer, *, has_states: bool, shows_text: bool) -> str:
-    """Return the cause in a sentence, with what stands at the place if that `shows_text`, which then takes milliseconds."""
-    fork, at = end.fork, f"{end.position:,}"
-    tag = "" if fork is None else f"your earlier request {fork.earlier.tag}"
-    common = "" if fork is None else f"{fork.num_common:,} tokens"
-    words = {
-        Cause.EXTENDED: f"All that {tag} has in common was reused, {common}.",
-        Cause.NEW: f"Nothing earlier goes on like this prompt after token {at}.",
-        Cause.BROKEN: f"The prefix broke at token {at} of {tag}",
-        Cause.ANSWER: f"The prompt leaves {tag} in its answer, at token {at}",
-        Cause.EVICTED: f"Evicted after position {at}: {tag} has {common} in common.",
-        Cause.NO_STATE: f"No {'snapshot' if has_states else 'window'} after position {at}, though the K/V of "
-        f"{end.num_matched:,} tokens is there: {tag} has {common} in common.",
-        Cause.UNFINISHED: f"Not computed after position {at}: {tag} has {common} in common, and had not ended or was cut short.",
-        Cause.OTHER_SALT: f"Kept apart by cache_salt: {tag} has {common} in common.",
-        Cause.OTHER_ADAPTER: f"Kept apart by the adapter: {tag} has {common} in common.",
-        Cause.UNREAD: "Not looked for: prompt_logprobs need every position.",
-        Cause.SHORT: "Too short: what is reused are whole blocks before the last token.",
-        Cause.FORGOTTEN: f"Reused up to position {at}, of another prompt than those that are remembered of this tenant.",
-    }[end.cause]
-    if fork is None or end.cause not in (Cause.BROKEN, Cause.ANSWER):
-        return words
-    if not shows_text:
-        return f"{words}."
-    now, was = quote(tokenizer, fork)
-    role = role_at(tokenizer, end.prompt, end.position) if end.cause is Cause.BROKEN else ""
-    return f"{words}: `{now}` for `{was}`" + (f", in the {role} message." if role else ".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 
 from engine.core.scheduling.scheduler import Scheduler
+from engine.core.step import StepPlan
+from engine.core.types import Request
+from engine.runtime.execution.plain_steps import PlainSteps
 from engine.runtime.pool.groups import group_layers
 from tests.cpu import test_models_families as own
 from tests.cpu import test_models_transformers as adapted
 from tests.cpu.engine_logprobs import largest_difference
-from tests.cpu.model_driver import request, serve, settings
+from tests.cpu.model_driver import request, serve, settings, state_blocks
 
 NUM_NEW = 10
 _random = random.Random(3)
@@ -87,6 +91,37 @@ def test_groups_with_windows_say_what_transformers_says(
         num_host_blocks=num_host_blocks if groups.has_full else 0,
     )
     assert largest_difference(model, theirs, LONG_PROMPTS, config) < 1e-4
+
+
+CAPPED = {"final_logit_softcapping": 0.05}  # changes small logits, too
+PLAIN = {"gemma2": CAPPED, "gemma3n": CAPPED, "granite": {"logits_scaling": 50.0}, "qwen3_5": {}, "falcon_h1": {}}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_step_draws_what_other_steps_draw(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of the library, an operation after the other, and both in turn."""
+    case = own.CASES[name]
+    own.save_tiny(own.Case(case.config, case.settings | PLAIN[name]), tmp_path)
+    model = own.load(tmp_path)
+    size = state_blocks(model, 4)
+    config = settings(num_blocks=15 + 2 * size, max_model_len=60, max_num_batched_tokens=11, state_blocks=size)
+    asked = [request(f"r{i}", prompt, max_tokens=NUM_NEW, temperature=1.0, seed=i) for i, prompt in enumerate(PROMPTS)]
+    mate = request("mate", PROMPTS[2], max_tokens=4, logprobs=1)  # steps with it are not plain
+    computed = list[StepPlan]()
+
+    def run(requests: Sequence[Request]) -> Mapping[tuple[str, int], Sequence[int]]:
+        computed.clear()
+        return serve(model, config, requests, apart=1).ids
+
+    compute = PlainSteps.compute
+    monkeypatch.setattr(PlainSteps, "compute", lambda self, *args: computed.append(args[0]) or compute(self, *args))
+    plain = run(asked)
+    assert computed
+    mixed = run([*asked[:3], mate, *asked[3:]])
+    assert computed
+    assert {key: ids for key, ids in mixed.items() if key[0] != "mate"} == plain
+    monkeypatch.setattr(PlainSteps, "takes", lambda *_: False)
+    assert run(asked) == plain
 
 
 @pytest.mark.parametrize("name", [name for name in adapted.CASES if name == "phimoe"])

@@ -122,6 +122,14 @@ def outcome(attempt: Callable[[], object]) -> str:
     return sentence
 
 
+def refusal(name: str, change: dict[str, Any], folder: Path, **settings: Any) -> str:
+    """The sentence with which a tiny model is refused whose config is changed."""
+    save_tiny((ADAPTED | CASES)[name], folder)
+    changed(json.loads((folder / "config.json").read_text()) | change, folder)
+    config = EngineConfig(model=str(folder), **settings)
+    return outcome(lambda: (check_model(config), load_model(config, CPU, torch.float32, lambda progress: None)))
+
+
 def changed(values: dict[str, Any], folder: Path) -> Path:
     path = folder / "config.json"
     path.unlink()  # a file that is cut to nothing waits for the disk where it is closed, thousands of times
@@ -190,21 +198,12 @@ def test_any_value_for_transformers_loads_or_is_refused(name: str, tmp_path: Pat
     ],
 )
 def test_what_is_impossible_is_named(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    changed(values | change, tmp_path)
-    config = EngineConfig(model=str(tmp_path))
-    found = outcome(lambda: (check_model(config), load_model(config, CPU, torch.float32, lambda progress: None)))
-    assert sentence in found
+    assert sentence in refusal("llama", change, tmp_path)
 
 
 @pytest.mark.parametrize("impl", ["quire", "transformers"])
 def test_random_weights_are_compared_with_the_memory(impl: str, tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    changed(values | {"intermediate_size": 2**38}, tmp_path)
-    config = EngineConfig(model=str(tmp_path), load_format="dummy", model_impl=impl)
-    found = outcome(lambda: load_model(config, CPU, torch.float32, lambda progress: None))
+    found = refusal("llama", {"intermediate_size": 2**38}, tmp_path, load_format="dummy", model_impl=impl)
     assert "GiB of weights, and this machine has" in found
 
 
@@ -214,12 +213,7 @@ SIZES += [("qwen3_5", "linear_conv_kernel_dim"), ("lfm2", "conv_L_cache"), ("nem
 
 @pytest.mark.parametrize(("name", "key"), SIZES)
 def test_sizes_are_compared_with_the_weights(name: str, key: str, tmp_path: Path) -> None:
-    save_tiny((ADAPTED | CASES)[name], tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    changed(values | {key: 2**24}, tmp_path)
-    config = EngineConfig(model=str(tmp_path))
-    found = outcome(lambda: load_model(config, CPU, torch.float32, lambda progress: None))
-    assert "does not match its weights: it calls for" in found
+    assert "does not match its weights: it calls for" in refusal(name, {key: 2**24}, tmp_path)
 
 
 @pytest.mark.parametrize(

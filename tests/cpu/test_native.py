@@ -267,6 +267,21 @@ def test_add_rms_norm(library: Library, width: int, dtype: torch.dtype) -> None:
         assert torch.equal(ops.add_rms_norm(x, None, weight, 1e-5), out)
 
 
+@pytest.mark.parametrize("width", [1, 40, 20_001])
+@pytest.mark.parametrize(("multiplier", "cap"), [(0.125, 0.0), (1.0, 30.0), (3.0, 0.5)])
+def test_scale_logits(library: Library, multiplier: float, cap: float, width: int) -> None:
+    """A logit that is not finite shows, and a row has the same bits alone."""
+    torch.manual_seed(0)
+    logits = 20 * torch.randn(5, width)
+    logits[1, 0], logits[2, -1], logits[3, 0] = torch.nan, -torch.inf, 3e38
+    alone, expected = logits[4:].clone(), multiplier * logits.double()
+    expected = cap * (expected / cap).tanh() if cap else expected.float()
+    for rows in (logits, alone):
+        ops.scale_logits(rows, multiplier, cap)
+    torch.testing.assert_close(logits.double(), expected.double(), rtol=1e-6, atol=3e-7 * cap, equal_nan=True)
+    assert torch.equal(logits[4:], alone)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("head_dim", "rope_dim"), [(64, 64), (80, 32), (8, 8)])
 @pytest.mark.parametrize("is_normed", [False, True])
@@ -359,7 +374,9 @@ def test_torch_says_the_same_where_the_library_is_missing(monkeypatch: pytest.Mo
         residual, heads = x.clone(), qk.clone()
         normed = ops.add_rms_norm(residual, delta, weight, 1e-5)
         ops.rotate_heads(heads, angles[0], angles[1])
-        return [residual, normed, heads]
+        logits = 20 * x.float()
+        ops.scale_logits(logits, 0.5, 30.0)
+        return [residual, normed, heads, logits]
 
     with_library = outcome()
     monkeypatch.setattr(ops, "native", lambda: None)

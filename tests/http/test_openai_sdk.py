@@ -1,4 +1,4 @@
-"""OpenAI's own client, sync and async, works unchanged and raises its own errors."""
+"""OpenAI's own client works unchanged and raises its own errors. Streams and tools: tests/clients/test_openai_python.py."""
 
 from __future__ import annotations
 
@@ -31,25 +31,6 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer._request_id
 
 
-def test_chat_streaming(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model="parrot", messages=HELLO, stream=True, n=2, stream_options={"include_usage": True}
-    )
-    texts, usage = ["", ""], None
-    for chunk in stream:
-        usage = chunk.usage
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-    assert texts == ["hello", "hello"]
-    assert usage.completion_tokens == 12
-
-
-def test_the_sdks_own_stream_helper(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(model="parrot", messages=HELLO) as stream:
-        assert "".join(event.delta for event in stream if event.type == "content.delta") == "hello"
-        assert stream.get_final_completion().choices[0].message.content == "hello"
-
-
 def test_completions(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="parrot", prompt=["one|", "two|"], echo=True, logprobs=1)
     assert [choice.text for choice in answer.choices] == ["one|one", "two|two"]
@@ -61,14 +42,6 @@ def test_completions(client: openai.OpenAI) -> None:
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["parrot", "bird"]
     assert client.models.retrieve("bird").id == "bird"
-
-
-async def test_async(live: Live) -> None:
-    async with openai.AsyncOpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
-        answer = await client.chat.completions.create(model="parrot", messages=HELLO)
-        assert answer.choices[0].message.content == "hello"
-        stream = await client.chat.completions.create(model="parrot", messages=HELLO, stream=True)
-        assert "".join([chunk.choices[0].delta.content async for chunk in stream]) == "hello"
 
 
 async def test_leaving_an_async_stream_early_frees_it(serve: Serve) -> None:

@@ -16,12 +16,12 @@ import httpx
 import openai
 import pydantic
 import pytest
-from harness import CONFIG, Live, byte_tokenizer, eventually
+from harness import CONFIG, END, Live, byte_tokenizer, eventually
 from hypothesis import given
 from hypothesis import strategies as st
 from test_bad_input import error_of
 
-from engine.core.types import FinishReason, SamplingParams, TokenEvent
+from engine.core.types import FinishReason, SamplingParams, TokenEvent, TokenLogprob
 from engine.text.chat.chat_format import ChatFormat
 from engine.text.chat.choice import CallDelta, Choice, Delta, TextRules
 from engine.text.reasoning import REASONING_TAGS
@@ -526,15 +526,19 @@ SAID = f"<think>Well.</think>I ask.{CALL}\n{CALL}And now?".encode()
 
 @given(cuts=st.sets(st.integers(1, len(SAID) - 1)))
 def test_items_do_not_depend_on_how_many_tokens_came_at_once(cuts: set[int]) -> None:
+    """Texts that may become a stop string come before the call that follows, log probabilities with their text alone."""
     tokenizer = byte_tokenizer()
-    choice = Choice(tokenizer, (), TextRules(make_parser=READER))
+    rules = TextRules(make_parser=READER, stops=("ask.?", "now?!"), ending_ids=frozenset({END}))
+    choice = Choice(tokenizer, (), rules)
     meta = ChunkMeta(id_prefix="resp", model="m", tokenizer=tokenizer, prompts=[()], answer_id="1")
-    body = ResponsesBody.model_validate({"input": "x"})
+    body = ResponsesBody.model_validate({"input": "x", "include": ["message.output_text.logprobs"]})
     formatter = ResponsesFormatter(body, meta, SamplingParams(max_tokens=1))
     frames = b""
     for begin, end in pairwise([0, *sorted(cuts), len(SAID)]):
         reason = FinishReason.STOP if end == len(SAID) else None
-        choice.accept(TokenEvent("r", 0, token_ids=tuple(SAID[begin:end]), finish_reason=reason))
+        ids = (*SAID[begin:end], END) if reason else tuple(SAID[begin:end])
+        logprobs = tuple(TokenLogprob(token_id, -1.0, 1, ()) for token_id in ids)
+        choice.accept(TokenEvent("r", 0, token_ids=ids, logprobs=logprobs, finish_reason=reason))
         frames += formatter.news([(0, choice.take())], lambda: Usage.of(0, 0))
     frames += formatter.closing(Usage.of(0, 0), None)
     events = [json.loads(line.removeprefix(b"data: ")) for line in frames.splitlines() if line.startswith(b"data: ")]
@@ -547,6 +551,9 @@ def test_items_do_not_depend_on_how_many_tokens_came_at_once(cuts: set[int]) -> 
     assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call", "message"]
     assert texts == ["Well.", "I ask.", '{"city": "Rome"}', '{"city": "Rome"}', "And now?"]
     assert list(told.values()) == texts
+    parts = [part for item in items for part in item.get("content", ()) if part["type"] == "output_text"]
+    shown = ["".join(each["token"] for each in part["logprobs"]) for part in parts]
+    assert shown == ["I ask.", "}\n</tool_call>And now?"]  # a mark belongs to the text behind it
 
 
 def test_pieces_stay_in_order_and_join_their_neighbours() -> None:

@@ -210,7 +210,7 @@ def test_an_import_leaves_running_sequences_the_blocks_that_they_may_need(
         monkeypatch.setattr(Scheduler, "running", property(lambda _: [None] * 43))
         assert decode.take(sent, request("d", PROMPT)) == 5
         prefix = decode.prefix(request("d", PROMPT))
-        num_found = decode.engine.between_steps(lambda scheduler, _: scheduler.kv.find_prefix(*prefix[:2], 7))
+        num_found = decode.engine.between_steps(lambda scheduler, _: scheduler.kv.imports.find_prefix(*prefix[:2], 7))
         assert num_found.result(PATIENCE_S) == 5, "of seven, in a pool of 48 blocks"
     finally:
         prefill.engine.stop(0)

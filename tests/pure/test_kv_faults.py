@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.budget import StepTime
 from engine.core.in_flight import InFlightStep, roll_back
-from engine.core.kv.groups import PrefixImport, places_at
+from engine.core.kv.imports import PrefixImport, places_at
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.tiers import Transfer
@@ -302,7 +302,7 @@ class FaultMachine(RuleBasedStateMachine):
         names = self.kv.first_names(request("i", tuple(prompt)))
         if names[0]:
             places = places_at(self.kv.config, len(prompt) // SIZE)
-            imported = self.kv.import_places(names, prompt, places, reserve=reserve)
+            imported = self.kv.imports.begin(names, prompt, places, reserve=reserve)
             assert imported is not None
             self.imports.append(imported)
 
@@ -317,7 +317,7 @@ class FaultMachine(RuleBasedStateMachine):
             for at in range(SIZE):
                 content = "", tuple(imported.tokens[: place.at * SIZE + at + 1])
                 self.device.blocks.setdefault(("pool", block), {})[at] = content if is_good else ("garbage", ())
-        (self.kv.finish if is_good else self.kv.cancel)(imported)
+        (self.kv.imports.finish if is_good else self.kv.imports.cancel)(imported)
         for index, name in enumerate(imported.chain[1:]):
             self.names[name] = "", tuple(imported.tokens[: (index + 1) * SIZE])
 
@@ -360,7 +360,7 @@ class FaultMachine(RuleBasedStateMachine):
         for seq in self.waiting:
             self.kv.discard(seq)
         for imported in self.imports:
-            self.kv.cancel(imported)
+            self.kv.imports.cancel(imported)
         self.start_transfers()
         self.kv.tiers.finish([(transfer, False) for transfer in self.transfers])
         pools: list[Any] = [self.kv.pool, self.kv.tiers.host.pool, *(s.pool for s in self.kv.tiers.stores.values())]

@@ -51,7 +51,7 @@ def test_of_two_tokens_with_one_text_the_likelier_counts() -> None:
     told_apart = completion_logprobs(doubled, delta, 2, as_ids=True)
     assert told_apart.top_logprobs == [{"token_id:98": -0.5, "token_id:354": -4.0}]
     assert told_apart.tokens == ["token_id:354"]
-    [token] = chat_logprobs(doubled, delta, as_ids=True).content
+    [token] = chat_logprobs(doubled, delta.logprobs, as_ids=True).content
     assert [token.token, *(top.token for top in token.top_logprobs)] == ["token_id:354", "token_id:98", "token_id:354"]
 
 
@@ -60,7 +60,7 @@ def test_chat() -> None:
         return {"token": token, "logprob": logprob, "bytes": [byte], **more}
 
     top = [shaped("b", -0.5, ord("b")), shaped("\ufffd", LOWEST, HALF)]
-    answer = json.loads(chat_logprobs(TOKENIZER, DELTA).json_bytes())
+    answer = json.loads(chat_logprobs(TOKENIZER, DELTA.logprobs).json_bytes())
     assert answer == {"content": [shaped("a", LOWEST, ord("a"), top_logprobs=top)], "refusal": None}
 
 

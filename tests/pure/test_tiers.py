@@ -73,39 +73,39 @@ def test_a_restart_finds_on_the_disk_what_was_cached(depth: int) -> None:
     other.check_streams()
 
 
-def test_a_request_waits_for_the_disk_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "MAX_PARKED_S", 0.08)
+def loading() -> Driver:
+    """A driver whose request waits for the 16 tokens of its prompt, which only the disk has."""
     driver = tiered()
     serve(driver, "first", prompt(0))
     driver.spill()
     other = restarted(driver)
     other.add(request("again", prompt(0)))
     other.transfers += other.scheduler.tiers.start(other.now)
-    waited = 0
-    while not other.launch():
-        waited += 1
-    assert waited == 7  # every look takes 10 ms
-    other.drain()
-    assert other.prompts["again", 0].num_disk_tokens == 0
+    return other
+
+
+def num_looks(driver: Driver) -> int:
+    """Return how often the request is looked at in vain, 10 ms each; then it is computed."""
+    looks = 0
+    while not driver.launch():
+        looks += 1
+    driver.drain()
+    assert driver.prompts["again", 0].num_disk_tokens == 0
+    return looks
+
+
+def test_a_request_waits_for_the_disk_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "MAX_PARKED_S", 0.08)
+    other = loading()
+    assert num_looks(other) == 7
     assert serve(other, "later", prompt(0), seed=1)[2] == 0, "it was computed by now, and is in the pool"
     other.check_streams()
 
 
 def test_a_request_waits_no_longer_than_computing_the_blocks_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = tiered()
-    serve(driver, "first", prompt(0))
-    driver.spill()
-    other = restarted(driver)
     monkeypatch.setattr(StepTime, "is_known", True)
     monkeypatch.setattr(StepTime, "chunk_s", lambda _, start, count: 0.002 * (start + count))
-    other.add(request("again", prompt(0)))  # 16 tokens: 0.032 s
-    other.transfers += other.scheduler.tiers.start(other.now)
-    waited = 0
-    while not other.launch():
-        waited += 1
-    assert waited == 3  # every look takes 10 ms
-    other.drain()
-    assert other.prompts["again", 0].num_disk_tokens == 0
+    assert num_looks(loading()) == 3, "16 tokens: 0.032 s"
 
 
 def test_a_step_that_holds_up_the_loads_is_not_counted_as_waiting_for_them() -> None:
@@ -127,14 +127,7 @@ def test_a_step_that_holds_up_the_loads_is_not_counted_as_waiting_for_them() -> 
 
 def test_a_long_prompt_waits_longer_while_the_pace_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "MAX_PACE", 10)
-    driver = tiered()
-    serve(driver, "first", prompt(0))
-    driver.spill()
-    other = restarted(driver)
-    other.add(request("again", prompt(0)))  # 16 tokens: 1.6 s
-    other.transfers += other.scheduler.tiers.start(other.now)
-    assert not any(other.launch() for _ in range(159))
-    assert other.launch()
+    assert num_looks(loading()) == 159, "16 tokens: 1.6 s"
 
 
 def test_what_a_prompt_finds_in_host_memory_stays_while_the_rest_is_loaded() -> None:

@@ -27,8 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
@@ -286,43 +284,6 @@ def fill(table: list[int], pool: BlockPool) -> list[int]:
     for index in places:
         table[index] = pool.alloc()
     return [table[index] for index in places]
-
-
-class Place(NamedTuple):
-    """A block that a sequence needs to resume at a boundary."""
-
-    group: int
-    at: int  # the index of the block at whose end its content stands
-    part: int = 0  # of the content
-
-    def name(self, chain: Seq[bytes]) -> bytes:
-        """Return the block's name below the pool."""
-        return in_group(chain[self.at + 1], self.group, self.part)
-
-
-@dataclass(slots=True, eq=False)
-class PrefixImport:
-    """Blocks for K/V that another engine computed; none is in a page table."""
-
-    chain: list[bytes]
-    tokens: Seq[int]
-    hits: list[int]  # the prompt's first blocks, which were cached already
-    places: Seq[Place]  # of `blocks`
-    blocks: list[int]  # that the K/V is to be written to
-
-    @property
-    def held(self) -> list[int]:
-        """Return all blocks that it holds."""
-        return self.hits + self.blocks
-
-
-def places_at(config: SchedulerConfig, num_blocks: int) -> list[Place]:
-    """Return the blocks that a sequence needs to resume at a boundary, those of the first group first."""
-    size, found = config.block_size, [Place(0, index) for index in range(num_blocks)]
-    for number, group in enumerate(config.groups[1:], start=1):
-        window = range(max(num_blocks * size - group.window + 1, 0) // size, num_blocks)
-        found += [Place(number, index, part) for index in window for part in range(group.num_parts)]
-    return found
 
 
 def last_boundary(groups: Seq[Group], chain: Seq[bytes], num_blocks: int, is_below: Callable[[bytes], bool]) -> int:

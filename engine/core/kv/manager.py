@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable
-from collections.abc import Sequence as Seq
-from itertools import takewhile
 
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.groups import Place, PrefixImport, WindowGroup, last_boundary
+from engine.core.kv.groups import WindowGroup, last_boundary
+from engine.core.kv.imports import PrefixImports
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, Unkept, request_names
 from engine.core.kv.snapshots import RecurrentGroup
@@ -45,7 +44,6 @@ class KVCacheManager:
         self.tiers = Tiers(config, stats, self.pins, times)
         self._listener = self.tiers if config.host_caching else None
         self._names_answers = config.host_caching or config.state_blocks > 0
-        self._imports: dict[PrefixImport, None] = {}
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
         self._cache = (PrefixCache if config.has_full else Unkept)(
@@ -66,6 +64,7 @@ class KVCacheManager:
         self.indexes: tuple[BlockIndex, ...] = (self._cache, *self._others)  # by the number of the group
         self.pins.targets += self.indexes
         self._cache.dependents = self._others
+        self.imports = PrefixImports(self._cache, self._others, self.tiers.host, config)
         self.note_request: Callable[[Request, list[bytes]], None] | None = None  # for KV events
 
     @property
@@ -316,67 +315,6 @@ class KVCacheManager:
         sharer.kv.state.is_shared = True
         self._owe(sharer)
 
-    # -- K/V of other engines ----------------------------------------------------------------------------------------
-
-    def find_prefix(self, names: list[bytes], tokens: Seq[int], num_blocks: int) -> int:
-        """Return how many of a prompt's first blocks are cached, at most so many, with what resuming behind them needs."""
-        chain = names.copy()
-        num_found = len(self._cache.match(chain, tokens, num_blocks * self.block_size))
-        return last_boundary(self._others, chain, num_found, lambda _: False)
-
-    def find_places(self, names: list[bytes], places: Seq[Place]) -> list[int]:
-        """Return the cached blocks of a prompt, all of whose blocks have names, at the first of some places that are here."""
-        found = (self.indexes[place.group].find(place.name(names)) for place in places)
-        return list(takewhile(lambda block: block != NO_BLOCK, found))
-
-    def import_places(
-        self, names: list[bytes], tokens: Seq[int], places: Seq[Place], *, reserve: int
-    ) -> PrefixImport | None:
-        """Hold blocks for what is lacking of a prompt's places, leaving `reserve` sequences a block of each group.
-
-        The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them. Without room
-        for all, the last are left out; None if some are of other groups.
-        """
-        chain, pool, num_full = names.copy(), self.pool, sum(not place.group for place in places)
-        hits = self._cache.match(chain, tokens, num_full * self.block_size)
-        for block in hits:
-            pool.fork(block)
-        lacking = places[len(hits) : num_full]
-        others = [place for place in places[num_full:] if self.indexes[place.group].find(place.name(chain)) < 0]
-        num_spare = max(pool.num_spare - reserve * self._num_groups, 0)
-        if others and len(lacking) + len(others) > num_spare:
-            pool.free(*reversed(hits))
-            return None
-        lacking = [*lacking, *others][:num_spare]
-        blocks = pool.alloc_many(len(lacking), after=hits[-1] if hits else -1)
-        self.tiers.host.overwritten(blocks)
-        imported = PrefixImport(chain, tokens, hits, lacking, blocks)
-        self._imports[imported] = None
-        return imported
-
-    def finish(self, imported: PrefixImport) -> int:
-        """Make imported and filled blocks findable; returns how many of the prompt's first blocks are cached."""
-        if imported not in self._imports:
-            return 0
-        chain, tokens, found = imported.chain, imported.tokens, list(imported.hits)
-        contents = dict[tuple[int, int], list[int]]()
-        for place, block in zip(imported.places, imported.blocks, strict=True):
-            contents.setdefault((place.group, place.at), []).append(block)
-        found += [block for (number, _), (block, *_) in contents.items() if not number]
-        self._cache.register(chain, tokens, found, len(imported.hits), len(found))
-        for (number, at), parts in contents.items():
-            if number:
-                self._others[number - 1].register(chain, tokens, at, parts)
-                self._others[number - 1].branch(parts)
-        self.cancel(imported)
-        return len(found)
-
-    def cancel(self, imported: PrefixImport) -> None:
-        """Free an import's blocks, once nothing writes to them any more."""
-        if imported in self._imports:
-            del self._imports[imported]
-            self.pool.free(*reversed(imported.held))
-
     def publish(self, seq: Sequence) -> None:
         """Publish all full, computed blocks, and free what its other groups have left."""
         # With overlap, the K/V of a token may be there that an abort discarded: the token is unknown.
@@ -483,6 +421,5 @@ class KVCacheManager:
     @property
     def num_leaked(self) -> int:
         """Return how many blocks and rows are held where no sequence lives: 0, but for a bug."""
-        imported = {block for each in self._imports for block in each.held}
         num_rows = self._max_num_seqs - len(self._slots)
-        return num_rows + self.pool.num_held - len(imported) + self.tiers.num_leaked
+        return num_rows + self.pool.num_held - len(self.imports.held) + self.tiers.num_leaked

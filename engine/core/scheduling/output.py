@@ -15,7 +15,7 @@ from engine.core.scheduling.beams import BeamSearches
 from engine.core.scheduling.drafts import DraftPlanner
 from engine.core.scheduling.running import RunningQueue
 from engine.core.scheduling.stats_recorder import StatsRecorder
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import Group, Sequence, Status
 from engine.core.stats import FailureCause
 from engine.core.step import Drafted, Fault, StepResult
 from engine.core.types import FinishReason, PlainTokens, PromptInfo, StepEvents, TokenEvent, TokenLogprob
@@ -247,7 +247,8 @@ class OutputProcessor:
 
     def retire(self, seq: Sequence) -> None:
         """Remove a sequence from its queue and its request, and free what no step in flight names."""
-        self._drop_beams(seq)
+        if seq.beam_group is not None:
+            self._drop_beams(seq.beam_group)
         if seq.status in (Status.PREFILL, Status.RUNNING):
             self._queue.stop(seq)
             if self._leave(seq):
@@ -268,7 +269,8 @@ class OutputProcessor:
         A beam is preempted with its whole search: the other beams cannot continue without it.
         """
         seq = seq.first_beam
-        self._drop_beams(seq)
+        if seq.beam_group is not None:
+            self._drop_beams(seq.beam_group)
         self._queue.stop(seq)
         seq.move(Status.PREEMPTED)
         seq.history.num_preemptions += 1
@@ -288,11 +290,9 @@ class OutputProcessor:
             else:
                 self._kv.free(seq)
 
-    def _drop_beams(self, first: Sequence) -> None:
+    def _drop_beams(self, group: Group) -> None:
         """End all beams of a search but the first."""
-        if first.beam_group is None:
-            return
-        for beam in first.beam_group.disband():
+        for beam in group.disband():
             self._queue.stop(beam)
             beam.move(Status.DONE)
             if not self._leave(beam):

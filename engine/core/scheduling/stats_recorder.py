@@ -23,6 +23,7 @@ class StatsRecorder:
 
     def __init__(self, config: SchedulerConfig, stats: Stats, kv: KVCacheManager) -> None:
         self._target_ttft_s, self._target_itl_s = config.target_ttft_s, config.target_itl_s
+        self._has_targets = config.target_ttft_s is not None or config.target_itl_s is not None
         self._stats = stats
         self._pool, self._groups = kv.pool, dict[str, list[BlockIndex]]()
         for kind, group in kv.groups:
@@ -37,7 +38,8 @@ class StatsRecorder:
     def queued(self, seq: Sequence, change: int) -> None:
         """Count a sequence that joins (1) or leaves (-1) the waiting queue."""
         stats = self._stats
-        _count_adapter(stats.adapters_waiting, seq, change)
+        if seq.params.adapter is not None:
+            _count(stats.adapters_waiting, seq.params.adapter.name, change)
         if seq.is_background:
             stats.num_background_waiting += change
             return
@@ -49,7 +51,8 @@ class StatsRecorder:
 
     def ran(self, seq: Sequence, change: int) -> None:
         """Count a sequence that joins (1) or leaves (-1) the running ones."""
-        _count_adapter(self._stats.adapters_running, seq, change)
+        if seq.params.adapter is not None:
+            _count(self._stats.adapters_running, seq.params.adapter.name, change)
 
     def admitted(self, seq: Sequence, now: float) -> None:
         """Count a sequence that is admitted for the first time."""
@@ -143,7 +146,8 @@ class StatsRecorder:
         stats.targeted += num_choices
 
     def _completed(self, seq: Sequence, now: float, decode_s: float, num_generated: int) -> None:
-        self._judge(seq, now, num_generated)
+        if self._has_targets or seq.request.deadline_s is not None or seq.request.max_queue_s is not None:
+            self._judge(seq, now, num_generated)
         self._stats.e2e_s.observe(now - seq.request.arrival_s)
         answer_s = now - seq.history.first_scheduled_s
         weight = 1 / min(self._stats.num_completed, _NUM_RECENT)
@@ -154,7 +158,7 @@ class StatsRecorder:
             self._stats.tpot_s.observe(decode_s / (num_generated - 1))
 
     def _judge(self, seq: Sequence, now: float, num_generated: int) -> None:
-        """Count which targets a completed answer missed, by the times that the engine sees."""
+        """Count which of its targets a completed answer missed, by the times that the engine sees."""
         request, first_token_s, num_gaps = seq.request, seq.history.first_token_s, num_generated - 1
         first_s, mean_gap_s = (first_token_s if first_token_s >= 0 else now), 0.0
         if num_gaps > 0:
@@ -166,11 +170,10 @@ class StatsRecorder:
             (Target.QUEUE, request.max_queue_s, seq.history.first_scheduled_s - request.arrival_s),
         )
         judged = [(target, seconds > limit) for target, limit, seconds in held if limit is not None]
-        if judged:
-            self._stats.targeted += 1
-            self._stats.met += not any(is_missed for _, is_missed in judged)
-            for target, is_missed in judged:
-                self._stats.missed[target] += is_missed
+        self._stats.targeted += 1
+        self._stats.met += not any(is_missed for _, is_missed in judged)
+        for target, is_missed in judged:
+            self._stats.missed[target] += is_missed
 
     def failed(self, cause: FailureCause, num_choices: int) -> None:
         """Count choices of a request that ended on an error."""
@@ -192,9 +195,7 @@ class StatsRecorder:
                 stats.store_blocks[name], stats.store_blocks_pinned[name] = store.num_cached, store.num_pinned
 
 
-def _count_adapter(counts: dict[str, int], seq: Sequence, change: int) -> None:
-    adapter = seq.params.adapter
-    if adapter is not None:
-        counts[adapter.name] = counts.get(adapter.name, 0) + change
-        if not counts[adapter.name]:
-            del counts[adapter.name]
+def _count(counts: dict[str, int], name: str, change: int) -> None:
+    counts[name] = counts.get(name, 0) + change
+    if not counts[name]:
+        del counts[name]

@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.step import Fault, PendingStep, Rows, RowStart, StepPlan, StepResult
 from engine.core.types import SamplingParams
-from engine.runtime.models.causal_lm import CausalLM
-from engine.runtime.native.decoder import NativeDecoder, PagedLayer, PagedStep
-from engine.runtime.native.library import DRAW, Draw, Library, LinearArgs, StepArgs, StepGroup, native
+from engine.runtime.models.causal_lm import CausalLM, Described
+from engine.runtime.native.decoder import PagedLayer, PagedState, PagedStep
+from engine.runtime.native.library import DRAW, Draw, Library, ScaledLogits, StepArgs, StepGroup, native
 from engine.runtime.pool.batch import RowTables
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.sampling.draw import Wish, pack_draw
@@ -45,7 +45,7 @@ class PlainSteps:
     def __init__(
         self,
         library: Library,
-        model: tuple[NativeDecoder, LinearArgs],
+        model: Described,
         pool: PagedStep,
         groups: Iterable[int],
         config: SchedulerConfig,
@@ -54,7 +54,7 @@ class PlainSteps:
     ) -> None:
         """`groups` has the block table of each layer of the pool."""
         num_slots = config.max_num_seqs
-        self._library, (self._decoder, self._head), self._pool = library, model, pool
+        self._library, self._model, self._pool = library, model, pool
         self._others = set[int]()  # slots of rows that are not plain
         self._last_ids = last_ids.numpy()
         self._draws, self._ids, self._are_finite = (Draw * num_slots)(), (c_int64 * num_slots)(), (c_bool * num_slots)()
@@ -63,11 +63,14 @@ class PlainSteps:
             for layer, group in zip(pool, groups, strict=True)
             if isinstance(layer, PagedLayer)
         }
+        states = next((addressof(layer.step) for layer in pool if isinstance(layer, PagedState)), None)
         self._groups = (StepGroup * len(shared))(*shared.values())
         self._args = StepArgs(
-            head=addressof(self._head),
+            head=addressof(self._model.head),
             groups=addressof(self._groups),
             tables=tables.rows.ctypes.data,
+            states=states,
+            scaled=ScaledLogits(multiplier=model.multiplier, cap=model.cap),
             draws=addressof(self._draws),
             last_ids=last_ids.data_ptr(),
             num_groups=len(shared),
@@ -89,7 +92,7 @@ class PlainSteps:
                 continue
             self._others.discard(slot)
             wish = Wish(params.temperature, params.top_k, params.top_p, params.min_p, row.seed, 0, slot)
-            memmove(addressof(self._draws) + slot * DRAW.size, pack_draw(wish, self._head.n), DRAW.size)
+            memmove(addressof(self._draws) + slot * DRAW.size, pack_draw(wish, self._model.head.n), DRAW.size)
 
     def takes(self, plan: StepPlan) -> bool:
         """Return whether a plan is such a step, and moves no blocks."""
@@ -110,7 +113,7 @@ class PlainSteps:
                 drawn.append(text)
         numbers.extend(known)
         args.numbers, args.num_decodes, args.num_chunks = numbers.buffer_info()[0], len(plan.slots), len(plan.chunks)
-        args.decoder = self._decoder.bound_to(self._pool)
+        args.decoder = self._model.decoder.bound_to(self._pool)
         self._library.step(args)
         result, are_finite = StepResult(self._ids[: len(drawn)]), self._are_finite[: len(drawn)]
         if not all(are_finite):
@@ -126,7 +129,7 @@ def plain_steps(
 ) -> PlainSteps | None:
     """Return what computes plain steps, if the library does so for this model and pool."""
     library, pool = native(), kv_cache.paged_step
-    has_other_steps = config.whole_step or config.state_blocks or config.num_speculative_tokens
+    has_other_steps = config.whole_step or config.num_speculative_tokens
     if library is None or pool is None or has_other_steps or model.described is None:
         return None
     return PlainSteps(library, model.described, pool, kv_cache.groups.group_of, config, tables, last_ids)

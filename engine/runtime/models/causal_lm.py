@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,15 @@ class ModelCapabilities:
     heads: bool = False  # `forward` copies out streams and `embed` looks tokens up, for heads that draft
 
 
+class Described(NamedTuple):
+    """A model in the native library: its layers, its head, and how logits are scaled, see `scale_logits`."""
+
+    decoder: NativeDecoder
+    head: LinearArgs
+    multiplier: float
+    cap: float
+
+
 class CausalLM(Protocol):
     """A model, Quire's own or transformers'."""
 
@@ -46,8 +55,8 @@ class CausalLM(Protocol):
         """Return what the model can do, once it is loaded."""
 
     @property
-    def described(self) -> tuple[NativeDecoder, LinearArgs] | None:
-        """Return the library's descriptions of the layers and the head, if it computes both and nothing follows them."""
+    def described(self) -> Described | None:
+        """Return what the library knows of the model, if it computes all of it, on one rank."""
 
     def forward(
         self,

@@ -23,10 +23,11 @@ from engine.runtime.layers.parts import Angles, LayerStates, Maker, Target
 from engine.runtime.layers.rope import Rotary
 from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.lora.loader import AdapterRows, NativeAdapters, addends
-from engine.runtime.models.causal_lm import ModelCapabilities
+from engine.runtime.models.causal_lm import Described, ModelCapabilities
 from engine.runtime.models.pooler import Pooler
 from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors, norm_args
-from engine.runtime.native.library import DTYPES, DecoderArgs, LinearArgs, native
+from engine.runtime.native.library import DTYPES, DecoderArgs, native
+from engine.runtime.native.ops import scale_logits
 from engine.runtime.schemes.linear import Embedding, Linear, Scheme, ShardedEmbedding
 from engine.runtime.weights.expert_names import their_name
 
@@ -112,12 +113,12 @@ class Decoder:
         )
 
     @property
-    def described(self) -> tuple[NativeDecoder, LinearArgs] | None:
-        """Return the library's descriptions of the layers and the head, if it computes both and nothing follows them."""
-        head, scales = None if self._head is None else self._head.args, self.config.logit_multiplier != 1.0
+    def described(self) -> Described | None:
+        """Return what the library knows of the model, if it computes all of it, on one rank."""
+        head = None if self._head is None else self._head.args
         if self._native is None or head is None or self._shards is not None:
             return None
-        return None if scales or self.config.logit_softcap is not None else (self._native, head)
+        return Described(self._native, head, self.config.logit_multiplier, self.config.logit_softcap or 0.0)
 
     def forward(
         self,
@@ -184,10 +185,7 @@ class Decoder:
             logits = self._gathered(self._shards, self._head, hidden, out)
             if self.group.rank:
                 return logits
-        if self.config.logit_multiplier != 1.0:
-            logits.mul_(self.config.logit_multiplier)
-        if self.config.logit_softcap is not None:
-            logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
+        scale_logits(logits, self.config.logit_multiplier, self.config.logit_softcap or 0.0)
         return logits
 
     def _gathered(self, shards: Shards, head: Linear, hidden: Tensor, out: Tensor | None) -> Tensor:

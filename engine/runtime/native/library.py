@@ -170,6 +170,7 @@ class AdaptersArgs(Structure):
 
 ForwardArgs = structure("forward_args")  # a step of a decoder
 GroupArgs = structure("group")  # one process's view of the ranks that share memory
+ScaledLogits = structure("scaled_logits")  # x = cap * tanh(multiplier * x / cap)
 Draw = structure("draw")  # how one row is drawn
 
 
@@ -214,6 +215,7 @@ class Library:
         self.embed = _entry(functions.quire_embed, EmbedArgs)
         self.forward = _entry(functions.quire_forward, ForwardArgs)
         self.mixture = _entry(functions.quire_moe, MixtureCall)
+        self.scale_logits = _entry(functions.quire_scale_logits, ScaledLogits)
         self.sample = _entry(functions.quire_sample, SampleArgs)
         self.step = _entry(functions.quire_step, StepArgs)
         ranks = POINTER(GroupArgs)

@@ -157,6 +157,15 @@ FOR_EACH_TYPE(act, act_args)
 FOR_EACH_TYPE(rope, rope_args)
 FOR_EACH_TYPE(embed, embed_args)
 
+void scale_logits_rows(const void *args, int64_t begin, int64_t end) {
+    const struct scaled_logits *a = args;
+    struct view x = {a->logits, 0, DT_F32};
+    for (int64_t i = begin * a->width; i < end * a->width; i += W) {
+        vf value = get(x, i, end * a->width) * a->multiplier;
+        put(x, i, end * a->width, a->cap != 0 ? a->cap * tanh_f(value / a->cap) : value);
+    }
+}
+
 void narrow_halves(const float *from, uint16_t *to, int64_t num) {
     struct view in = {(void *)from, 0, DT_F32}, out = {to, 0, DT_F16};
     for (int64_t i = 0; i < num; i += W) put(out, i, num, get(in, i, num));

@@ -35,6 +35,7 @@ from engine.runtime.native.library import (
     PackArgs,
     RopeArgs,
     RowsArgs,
+    ScaledLogits,
     WeightFormat,
     native,
 )
@@ -94,6 +95,18 @@ def rotate_heads(qk: Tensor, cos: Tensor, signed_sin: Tensor) -> None:
     args.angle_dtype, args.num_heads = args.dtype, qk.shape[1]
     args.tokens, args.stride, args.head_dim, args.rope_dim = qk.shape[0], qk.stride(0), dim, rope_dim
     library.rope(args)
+
+
+def scale_logits(logits: Tensor, multiplier: float, cap: float) -> None:
+    """Multiply logits [R, V] float32, then cap them, in place: cap * tanh(x / cap); a cap of 0 is none."""
+    library = _library_for(logits) if logits.is_contiguous() else None
+    if library is not None:
+        library.scale_logits(ScaledLogits(logits.data_ptr(), *logits.shape, multiplier, cap))
+        return
+    if multiplier != 1.0:
+        logits.mul_(multiplier)
+    if cap:
+        logits.div_(cap).tanh_().mul_(cap)
 
 
 # A term added to some rows of a product before bias and activation, low [R, rank] up^T: rows [R] int64, which ascend, low,

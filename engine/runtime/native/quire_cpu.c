@@ -78,6 +78,11 @@ EXPORT int32_t quire_embed(const struct embed_args *a) {
     return QUIRE_OK;
 }
 
+EXPORT int32_t quire_scale_logits(const struct scaled_logits *a) {
+    if (a->multiplier != 1 || a->cap != 0) run_ranges(scale_logits_rows, a, a->rows, a->width);
+    return QUIRE_OK;
+}
+
 EXPORT int32_t quire_sample(const struct sample_args *a) {
     run_ranges(sample_rows, a, a->rows, a->vocab_size);
     return QUIRE_OK;

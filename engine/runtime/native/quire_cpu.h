@@ -342,6 +342,13 @@ SHARED struct embed_args {
     int32_t adds;   /* out +=, of a table that is no matrix */
 };
 
+/* Logits, which are multiplied, and then capped: cap * tanh(x / cap), in place. */
+SHARED struct scaled_logits {
+    float *logits; /* [rows, width] */
+    int64_t rows, width;
+    float multiplier, cap; /* 1; 0: none */
+};
+
 /* How one row is drawn. */
 SHARED struct draw {
     double top_p;       /* 1: off */
@@ -377,7 +384,7 @@ range_work gemm_pack_rows;
 void gemm_gather(const struct gemm_args *, int64_t group, const char *alone, const int32_t *rows);
 extern const int32_t pairs_are_wide; /* rows of bfloat16 are packed as float32 */
 void gemm(const struct gemm_args *, const struct gemm_share *);
-range_work add_rms_norm_rows, clip_rows, gate_rows, act_rows, rope_rows, embed_rows, sample_rows;
+range_work add_rms_norm_rows, clip_rows, gate_rows, act_rows, rope_rows, embed_rows, scale_logits_rows, sample_rows;
 range_work widen_rows, clamp_rows, add_ranks;
 void narrow_halves(const float *from, uint16_t *to, int64_t num); /* to the nearest float16 */
 void round_fp8(const struct fp8_row *, float *scratch, uint8_t *to); /* to Q8_0 */
@@ -434,6 +441,7 @@ static inline const struct gemm_job *job_of(const struct gemm_job *jobs, int64_t
 #define EXPORT __attribute__((visibility("default")))
 EXPORT int32_t quire_gemm(const struct gemm_args *);
 EXPORT int32_t quire_sample(const struct sample_args *);
+EXPORT int32_t quire_scale_logits(const struct scaled_logits *);
 EXPORT int32_t quire_gemm_heads(const struct heads_args *);
 size_t quire_rows_bytes(const struct gemm_args *);
 int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k);

@@ -16,7 +16,9 @@ SHARED struct step_args {
     const struct decoder *decoder;
     const struct linear *head;
     const struct step_group *groups;
-    const int32_t *tables;    /* [tables][num_slots][width], blocks */
+    int32_t *tables; /* [tables][num_slots][width], blocks; with states two more: those that rows read, and that they write */
+    struct step_states *states; /* NULL: the model has none */
+    struct scaled_logits scaled; /* how logits are scaled */
     const struct draw *draws; /* [num_slots], but for the position */
     int64_t *last_ids;        /* [num_slots], of decodes; the drawn ids replace them */
     int64_t num_groups, num_tables, num_slots, width, block_size;
@@ -58,18 +60,25 @@ struct arrays {
     int32_t *starts, *contexts, *tables; /* [slices + 1]; [slices]; [tables][slices][blocks] */
     int64_t *rows; /* [draws], the tokens that are drawn from */
     struct draw *draws;
+    int32_t *read, *written, *kept, *replays, *slots; /* of states: [slices][width of a state] each; [slices] */
     char *hidden;
     float *logits;
 };
 
 static size_t lay_out(const struct step_args *a, struct sizes n, char *base, struct arrays *to) {
     size_t used = 0;
+    int64_t stateful = a->states ? n.slices : 0, width = a->states ? a->states->width : 0;
     to->ids = carve(base, &used, n.tokens, sizeof(int64_t));
     to->positions = carve(base, &used, n.tokens, sizeof(int64_t));
     to->places = carve(base, &used, a->num_tables * n.tokens, sizeof(int64_t));
     to->starts = carve(base, &used, n.slices + 1, sizeof(int32_t));
     to->contexts = carve(base, &used, n.slices, sizeof(int32_t));
     to->tables = carve(base, &used, a->num_tables * n.slices * n.blocks, sizeof(int32_t));
+    to->read = carve(base, &used, stateful * width, sizeof(int32_t));
+    to->written = carve(base, &used, stateful * width, sizeof(int32_t));
+    to->kept = carve(base, &used, stateful, sizeof(int32_t));
+    to->replays = carve(base, &used, stateful, sizeof(int32_t));
+    to->slots = carve(base, &used, stateful, sizeof(int32_t));
     to->rows = carve(base, &used, n.draws, sizeof(int64_t));
     to->draws = carve(base, &used, n.draws, sizeof(struct draw));
     to->hidden = carve(base, &used, n.draws * a->decoder->hidden, size_of(a->decoder->dtype));
@@ -90,6 +99,23 @@ static void fill_tables(const struct step_args *a, struct sizes n, struct arrays
         }
 }
 
+/* The blocks of each slice's states. In the next step a row reads what it writes in this one. */
+static void fill_states(const struct step_args *a, struct sizes n, struct arrays *to) {
+    struct step_states *states = a->states;
+    size_t bytes = (size_t)states->width * sizeof(int32_t);
+    for (int64_t i = 0; i < n.slices; i++) {
+        struct slice s = slice_of(a, i);
+        int32_t *read = a->tables + (a->num_tables * a->num_slots + s.slot) * a->width;
+        int32_t *written = read + a->num_slots * a->width;
+        memcpy(to->read + i * states->width, read, bytes);
+        memcpy(to->written + i * states->width, written, bytes);
+        memcpy(read, written, bytes);
+        to->kept[i] = (int32_t)s.tokens, to->replays[i] = 0, to->slots[i] = (int32_t)s.slot;
+    }
+    states->num_slices = n.slices, states->starts = to->starts, states->rows = to->slots;
+    states->read = to->read, states->written = to->written, states->kept = to->kept, states->replays = to->replays;
+}
+
 static void fill(const struct step_args *a, struct sizes n, struct arrays *to) {
     const int64_t *known = a->numbers + 2 * a->num_decodes + 4 * a->num_chunks;
     int64_t token = 0, row = 0;
@@ -108,6 +134,7 @@ static void fill(const struct step_args *a, struct sizes n, struct arrays *to) {
         to->draws[row++].position = (uint64_t)(s.first + s.tokens);
     }
     fill_tables(a, n, to);
+    if (a->states) fill_states(a, n, to);
     for (int64_t i = 0; i < a->num_groups; i++) {
         struct store_args *store = a->groups[i].store;
         struct attend_args *attend = a->groups[i].attend;
@@ -136,8 +163,11 @@ EXPORT int32_t quire_step(const struct step_args *a) {
         .y_dtype = DT_F32,
     };
     struct sample_args draws = {to.logits, to.draws, a->ids, a->is_finite, n.draws, a->head->n, a->last_ids};
+    struct scaled_logits scaled = a->scaled;
+    scaled.logits = to.logits, scaled.rows = n.draws, scaled.width = a->head->n;
     int32_t status = quire_forward(&forward);
     if (!status) status = quire_gemm(&head);
+    if (!status) status = quire_scale_logits(&scaled);
     if (!status) status = quire_sample(&draws);
     free(memory);
     return status;

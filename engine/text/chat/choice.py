@@ -55,6 +55,7 @@ class Delta:
     logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None: the first token of an echoed prompt
     logprob_ids: list[int] = field(default_factory=list)  # the tokens of `logprobs`
     offsets: list[int] = field(default_factory=list)  # where each of them begins in the choice's text
+    text_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # of pieces for the user, by their place
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt: PromptInfo | None = None
@@ -119,6 +120,8 @@ class Choice:
         self._rules = rules
         self._parser = rules.make_parser() if rules.make_parser else None
         self._ids: list[int] = []  # for `turn`
+        self._unread: list[TokenLogprob] = []  # of tokens of which the parser has made nothing yet
+        self._unshown: list[TokenLogprob] = []  # of tokens whose text may still become a stop string
         self._num_calls = 0
         self._num_chars = 0  # of all text so far, including text that a stop string cuts off
         self._delta = Delta()
@@ -195,6 +198,8 @@ class Choice:
             self._ids.append(token_id)
         is_shown = self._rules.include_stop or token_id not in self._rules.ending_ids
         if is_shown and token_id not in self._rules.hidden_ids:
+            if logprob is not None:
+                self._unread.append(logprob)
             detokenizer = self._detokenizer or self._make_detokenizer()
             self._read(detokenizer.push(token_id))
 
@@ -219,6 +224,7 @@ class Choice:
         self._show(parser.push(text))
         if was_reasoning or parser.is_reasoning:  # thoughts come first, so all tokens so far are theirs
             self.num_reasoning_tokens = self.num_tokens
+            self._unread.clear()
 
     def _show(self, pieces: Sequence[Piece]) -> None:
         """Show pieces of text, until a stop string or a call too many ends them."""
@@ -228,16 +234,22 @@ class Choice:
             if isinstance(piece, Content):
                 self._show_text(piece.text)
                 continue
+            if self._stops is not None:  # a stop string does not reach over what is no text
+                self._add_text(self._stops.flush())
             if isinstance(piece, CallBegin):
                 if self._num_calls == self._rules.max_calls:
                     self._finish(FinishReason.STOP, None)
                     return
                 self._num_calls += 1
             self._delta.add(piece)
+            self._unread.clear()
 
     def _show_text(self, text: str) -> None:
         """Show text, except an end that may still become a stop string."""
         self._num_chars += len(text)
+        if text and self._unread:
+            self._unshown += self._unread
+            self._unread.clear()
         if self._stops is None or self.num_tokens <= self._rules.min_tokens:
             self._add_text(text)
             return
@@ -248,6 +260,9 @@ class Choice:
     def _add_text(self, text: str) -> None:
         if text:
             self._delta.add(Content(text))
+            if self._unshown:
+                self._delta.text_logprobs.setdefault(len(self._delta.pieces) - 1, []).extend(self._unshown)
+                self._unshown.clear()
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         if self.is_done:

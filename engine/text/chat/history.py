@@ -8,7 +8,7 @@ same, and an answer that the template changes, as by leaving out thoughts, is no
 
 The last prompts of each owner are remembered, too, to find where a new one leaves them. So a request can be told why the
 prefix cache gave it no more: the engine knows which positions it found, but no prompt that is over. Prompts and their answers
-are kept as ids; `quote` makes text of them when that is asked for.
+are kept as ids; server/telemetry/prefix_words.py makes text of them when that is asked for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from math import inf
 from threading import Lock
 from typing import Any, NamedTuple
 
-from engine.text.chat.limits import num_common
-from engine.text.message_fallbacks import message_heads
 from engine.text.tokenizer import PROBE, TextTokenizer
 
 Encode = Callable[[str], list[int]]
@@ -35,7 +33,6 @@ ID_BYTES = 4
 _FIRST_BYTES = 256  # that are compared at a time, at first
 _NUM_LIKE = 16  # tokens by which the rest of a prompt is found in another
 _NUM_SHOWN = 16  # tokens around a place
-_MAX_QUOTE = 40  # characters
 
 
 class Owner(NamedTuple):
@@ -181,34 +178,6 @@ def _has_rest(ids: bytes, num: int, other: RecentPrompt) -> bool:
     start = other.turn_end - _NUM_LIKE
     rest = other.ids[start * ID_BYTES : (start + _NUM_LIKE) * ID_BYTES]
     return start > num and bool(rest) and ids.find(rest, num * ID_BYTES) >= 0
-
-
-def quote(tokenizer: TextTokenizer, fork: Fork) -> tuple[str, str]:
-    """Return the word at which a prompt leaves an earlier one, and the word there; special tokens if only these differ."""
-    for skip in (True, False):
-        now, was = (tokenizer.decode(array("I", ids), skip_special_tokens=skip) for ids in (fork.now, fork.was))
-        if now != was:
-            break
-    num = num_common(now, was)
-    begin = max(now.rfind(space, 0, num) for space in " \n\t") + 1
-    return _word(now, begin, num), _word(was, begin, num)
-
-
-def role_at(tokenizer: TextTokenizer, prompt: RecentPrompt, num: int) -> str:
-    """Return the role of the message at a place of a prompt, as the chat template writes it; "" if it is not known."""
-    template = tokenizer.chat_template
-    while prompt.heir is not None:
-        prompt = prompt.heir
-    text = tokenizer.decode(array("I", prompt.ids[: num * ID_BYTES]), skip_special_tokens=False)
-    heads = {} if template is None else message_heads(template)
-    found = [(text.rfind(head), len(head), role) for role, head in heads.items() if head in text]
-    return max(found, default=(0, 0, ""))[2]
-
-
-def _word(text: str, begin: int, num: int) -> str:
-    """Return what surrounds a place of a text, up to the next spaces."""
-    end = next((at for at in range(num + 1, len(text)) if text[at].isspace()), len(text))
-    return text[max(begin, num - _MAX_QUOTE // 2) : min(end, num + _MAX_QUOTE // 2)]
 
 
 MAX_IDS = 16 << 20  # of all answers, 4 bytes each

@@ -20,10 +20,8 @@ from engine.text.chat.history import AnswerHistory, ChatTurn, Encode, Owner
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint, SamplingFields
-from engine.text.fields.tools import ToolChoice
-from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.thinking import EFFORT_BUDGETS
-from engine.text.tools.json_calls import forced_grammar
+from engine.text.requests.call_plan import plan_calls
 from engine.text.tools.tool_format import ToolFormat
 from engine.text.types import SamplingDefaults
 
@@ -165,7 +163,7 @@ class ChatPreprocessor:
         constraint, tool_format = next(iter(chat.constraints()), None), None
         tools, effort = chat.shown_tools, chat.effort
         if tools:
-            constraint, tool_format = self._plan_calls(chat, constraint)
+            constraint, tool_format = plan_calls(chat, self._format, constraint, self._tokenizer.special_tokens)
         begins_within, thinking = False, None
         if self._format.tags is not None:
             continued = chat.messages[-1].text if chat.continue_final_message else ""
@@ -208,60 +206,6 @@ class ChatPreprocessor:
             logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
             prompt_logprobs=chat.prompt_logprobs,
         )
-
-    # -- tools -------------------------------------------------------------------------------------------------------
-
-    def _plan_calls(
-        self, chat: ChatFields, constraint: Constraint | None
-    ) -> tuple[Constraint | None, ToolFormat | None]:
-        """Return the grammar of the answer, and the format of the calls in it.
-
-        Calls that must be made have a grammar, and so have calls that may be made instead of an answer that has one:
-        its grammar alone would rule them out. Other calls are free text, unless their tool is strict.
-        """
-        chat_format, choice = self._format, chat.choice
-        if choice.mode != "auto" or (constraint is not None and not chat_format.calls_stay_text):
-            return self._forced_calls(chat, choice, constraint)
-        if chat_format.calls_stay_text:
-            return constraint, None
-        if chat_format.tool_format is None:
-            raise UnsupportedError(
-                "tools",
-                "how this model writes calls is not known here; start the server with --tool-call-parser, or send "
-                'tool_choice: "none".',
-            )
-        return self._strict_calls(chat, chat_format.tool_format), chat_format.tool_format
-
-    def _forced_calls(
-        self, chat: ChatFields, choice: ToolChoice, constraint: Constraint | None
-    ) -> tuple[Constraint, ToolFormat]:
-        """Return a grammar of calls, perhaps with a JSON answer instead of them, and their format."""
-        answer = None
-        if constraint is not None:
-            answer, param = constraint
-            if answer.kind is not GrammarKind.JSON_SCHEMA or answer.text == "false":
-                raise InvalidRequestError(
-                    f'{param} leaves no room for calls of tools; send tool_choice: "none", or leave one of them out.',
-                    param=param,
-                )
-        tools = [tool.function for tool in chat.tools or [] if choice.name in (None, tool.function.name)]
-        grammar, tool_format = forced_grammar(
-            [tool.offered() for tool in tools],
-            self._format.tool_format,
-            self._tokenizer.special_tokens,
-            max_calls=1 if choice.name or not chat.parallel_tool_calls else None,
-            answer=answer if choice.mode == "auto" else None,
-        )
-        return Constraint(GrammarSpec.of_lark(grammar), "tools"), tool_format
-
-    def _strict_calls(self, chat: ChatFields, tool_format: ToolFormat) -> Constraint | None:
-        """Return the grammar of an answer with strict calls, or None without any."""
-        tools = [tool.function.offered() for tool in chat.shown_tools]
-        if not any(tool.strict for tool in tools):
-            return None
-        special_tokens = self._tokenizer.special_tokens
-        grammar = tool_format.grammar(tools, special_tokens, parallel=chat.parallel_tool_calls)
-        return Constraint(GrammarSpec.of_lark(grammar), "tools")
 
     # -- thoughts ----------------------------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
         self._num_events = 0
         self._items: list[OutputItem] = []
         self._logprobs: list[ChatLogprob] = []  # of the open item
-        self._waiting: list[ChatLogprob] = []  # of tokens whose text has not come yet
+        self._waiting: list[list[ChatLogprob]] = []  # of the texts that are written next
         self._finish_reason: FinishReason | None = None  # once all pieces are written
         self._begun = ResponseDocument(
             id=f"{meta.id_prefix}_{meta.answer_id}",
@@ -228,12 +228,11 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
         return document
 
     def _add(self, delta: Delta) -> list[ResponseEvent]:
-        if not self._tells_logprobs or delta.reasoning or delta.calls:
-            self._waiting.clear()  # of tokens outside the text
-        else:
-            ends = self._meta.tokenizer.eos_token_ids
-            shown = zip(chat_logprobs(self._meta.tokenizer, delta).content, delta.logprob_ids, strict=True)
-            self._waiting += [logprob for logprob, token_id in shown if token_id not in ends]
+        if self._tells_logprobs:
+            of_texts = [
+                delta.text_logprobs.get(i, []) for i, piece in enumerate(delta.pieces) if type(piece) is Content
+            ]
+            self._waiting = [chat_logprobs(self._meta.tokenizer, logprobs).content for logprobs in of_texts]
         events = self._write(delta)
         self._finish_reason = delta.finish_reason
         return events
@@ -268,7 +267,7 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
             return self._item_event("function_call_arguments.delta", delta=text)
         if kind == "reasoning":
             return self._text_event("reasoning_text.delta", delta=text)
-        news, self._waiting = self._waiting, []
+        news = self._waiting.pop(0) if self._waiting else []
         self._logprobs += news
         return self._text_event("output_text.delta", delta=text, logprobs=news)
 
