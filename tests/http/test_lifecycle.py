@@ -55,6 +55,21 @@ def test_a_client_that_leaves_a_running_request_frees_it(serve: Serve, stream: b
     assert aborted(live) == n
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 400}),
+    ],
+)
+def test_a_client_that_leaves_a_stream_of_another_api_frees_it(serve: Serve, path: str, fields: dict[str, Any]) -> None:
+    live = serve(**SLOW)
+    with asked(live, path, **fields, stream=True, ignore_eos=True):
+        eventually(lambda: live.engine.stats.num_running == 1)
+    live.check_idle()
+    assert aborted(live) == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_with_a_second_request_behind_the_first_frees_it(serve: Serve, stream: bool) -> None:
     live = serve(**SLOW)

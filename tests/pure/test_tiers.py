@@ -46,6 +46,24 @@ def restarted(driver: Driver, **changes: object) -> Driver:
     return other
 
 
+def saved() -> Driver:
+    """A driver whose disk has the four blocks of a prompt."""
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    return driver
+
+
+def spilled(depth: int = 0, **params: object) -> Driver:
+    """A driver whose disk has the blocks of four prompts, more than the pool holds."""
+    driver = tiered(depth)
+    for index in range(4):
+        serve(driver, f"first{index}", prompt(10 * index), **params)
+    while driver.spill():
+        pass
+    return driver
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_what_the_pool_gave_up_comes_back_from_host_memory(depth: int) -> None:
     driver = tiered(depth, num_disk_blocks=0)
@@ -60,12 +78,7 @@ def test_what_the_pool_gave_up_comes_back_from_host_memory(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_restart_finds_on_the_disk_what_was_cached(depth: int) -> None:
-    driver = tiered(depth)
-    for index in range(4):
-        serve(driver, f"first{index}", prompt(10 * index))
-    while driver.spill():
-        pass
-    other = restarted(driver, depth=depth)
+    other = restarted(spilled(depth), depth=depth)
     for index in range(4):
         assert serve(other, f"again{index}", prompt(10 * index)) == (0, 0, 16)
     assert other.scheduler.stats.transferred[TransferKind.LOAD] == 16
@@ -75,10 +88,7 @@ def test_a_restart_finds_on_the_disk_what_was_cached(depth: int) -> None:
 
 def loading() -> Driver:
     """A driver whose request waits for the 16 tokens of its prompt, which only the disk has."""
-    driver = tiered()
-    serve(driver, "first", prompt(0))
-    driver.spill()
-    other = restarted(driver)
+    other = restarted(saved())
     other.add(request("again", prompt(0)))
     other.transfers += other.scheduler.tiers.start(other.now)
     return other
@@ -109,10 +119,7 @@ def test_a_request_waits_no_longer_than_computing_the_blocks_would_take(monkeypa
 
 
 def test_a_step_that_holds_up_the_loads_is_not_counted_as_waiting_for_them() -> None:
-    driver = tiered()
-    serve(driver, "first", prompt(0))
-    driver.spill()
-    other = restarted(driver)
+    other = restarted(saved())
     other.cost = lambda _: 10.0
     other.add(request("before", prompt(30), arrival_s=other.now))
     assert other.launch()
@@ -131,12 +138,7 @@ def test_a_long_prompt_waits_longer_while_the_pace_is_unknown(monkeypatch: pytes
 
 
 def test_what_a_prompt_finds_in_host_memory_stays_while_the_rest_is_loaded() -> None:
-    driver = tiered()
-    for index in range(4):
-        serve(driver, f"first{index}", prompt(10 * index))
-    while driver.spill():
-        pass
-    other = restarted(driver, num_host_blocks=8)
+    other = restarted(spilled(), num_host_blocks=8)
     for index in (1, 2, 3, 0):
         serve(other, f"again{index}", prompt(10 * index, 17 if index else 9))
     serve(other, "crowd", tuple(range(100, 141)))
@@ -188,10 +190,7 @@ def test_a_load_that_never_happened_is_not_published_by_an_abort() -> None:
 
 
 def test_a_parked_request_holds_up_no_other() -> None:
-    driver = tiered()
-    serve(driver, "first", prompt(0))
-    driver.spill()
-    other = restarted(driver)
+    other = restarted(saved())
     other.add(request("parked", prompt(0)))
     other.add(request("later", prompt(30)))
     assert other.scheduler.has_parked
@@ -205,10 +204,7 @@ def test_a_parked_request_holds_up_no_other() -> None:
 
 
 def test_a_report_that_comes_twice_is_ignored() -> None:
-    driver = tiered()
-    serve(driver, "first", prompt(0))
-    driver.spill()
-    other = restarted(driver)
+    other = restarted(saved())
     other.add(request("again", prompt(0)))
     transfers = other.scheduler.tiers.start(0.0)
     for transfer in transfers:
@@ -224,10 +220,7 @@ def test_a_report_that_comes_twice_is_ignored() -> None:
 
 def test_late_bytes_reach_no_new_owner() -> None:
     """A request goes on without its blocks and ends; what arrives after that is in nobody's page table."""
-    driver = tiered()
-    serve(driver, "first", prompt(0))
-    driver.spill()
-    other = restarted(driver, num_host_blocks=10)
+    other = restarted(saved(), num_host_blocks=10)
     other.add(request("again", prompt(0)))
     transfers = other.scheduler.tiers.start(0.0)
     while other.scheduler.has_work:
@@ -245,10 +238,7 @@ def test_late_bytes_reach_no_new_owner() -> None:
 
 
 def test_two_who_wait_for_the_same_read_it_once() -> None:
-    driver = tiered()
-    serve(driver, "first", prompt(0))
-    driver.spill()
-    other = restarted(driver)
+    other = restarted(saved())
     for name in ("a", "b"):
         other.add(request(name, prompt(0), seed=3))
     other.drain()
@@ -257,10 +247,7 @@ def test_two_who_wait_for_the_same_read_it_once() -> None:
 
 
 def test_who_leaves_while_it_is_read_leaves_nothing_behind() -> None:
-    driver = tiered()
-    serve(driver, "first", prompt(0))
-    driver.spill()
-    other = restarted(driver)
+    other = restarted(saved())
     other.add(request("gone", prompt(0)))
     other.take(other.scheduler.abort("gone", AbortCause.DISCONNECT, other.now))
     check_scheduler(other.scheduler)
@@ -270,10 +257,7 @@ def test_who_leaves_while_it_is_read_leaves_nothing_behind() -> None:
 
 
 def test_what_cannot_be_read_is_computed_and_not_asked_for_again() -> None:
-    driver = tiered()
-    serve(driver, "first", prompt(0))
-    driver.spill()
-    other = restarted(driver)
+    other = restarted(saved())
     other.add(request("again", prompt(0)))
     other.transfer(is_good=False)
     other.drain()
@@ -306,11 +290,7 @@ def test_a_spill_that_fails_is_forgotten() -> None:
 
 
 def test_salts_keep_lower_tiers_apart() -> None:
-    driver = tiered()
-    for index in range(4):
-        serve(driver, f"first{index}", prompt(10 * index), cache_salt="alice")
-    while driver.spill():
-        pass
+    driver = spilled(cache_salt="alice")
     assert serve(driver, "bob", prompt(0), cache_salt="bob") == (0, 0, 0)
     assert serve(restarted(driver), "bob", prompt(0), cache_salt="bob") == (0, 0, 0)
 
