@@ -1,6 +1,8 @@
-"""Random rows of GGUF's types, and their values by other programs' rules."""
+"""Random rows of GGUF's types, their values by other programs' rules, and files of them."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -63,3 +65,12 @@ def quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
     except NotImplementedError:
         *rows, width = values.shape
         return random_rows(int(np.prod(rows)), width, kind).reshape(*rows, -1)
+
+
+def written(writer: gguf.GGUFWriter, path: Path) -> Path:
+    """Write what a writer to a path was given, and return the path."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

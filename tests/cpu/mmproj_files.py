@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import torch
 
+from tests.cpu.gguf_rows import written
 from tests.cpu.test_weights_gguf import DELTA, GEMMA4_NAMES, LFM2_NAMES, SANDWICH, convert, write
 
 Kind = gguf.GGMLQuantizationType
@@ -175,11 +176,7 @@ def write_vision(path: Path, model: Any, processor: Any, half: Half, **extra: An
             adds.get(type(value), writer.add_array)(f"clip.vision.{key}", value)
     for name, values in vision_tensors(model, half):
         writer.add_tensor(name, np.ascontiguousarray(values.numpy()), raw_dtype=Kind.F32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def _side(tower: Any, key: str) -> int:

@@ -34,6 +34,7 @@ from engine.text.tokenizer_files import load_tokenizer
 from quire import LLM
 from server.app import create_app
 from server.settings.app_config import AppConfig
+from tests.cpu.gguf_rows import written
 from tests.cpu.served_models import save_tokenizer
 from tests.cpu.test_weights_gguf import SANDWICH, convert
 from tests.cpu.test_weights_gguf import write as write_decoder
@@ -616,11 +617,7 @@ def write_gguf(folder: Path, arch: str, pooling: int, first_position: int = 0, l
         place, role = (f"blk.{layer[1]}.", layer[2]) if layer else ("", module)
         if not role.startswith("pooler"):
             writer.add_tensor(f"{place}{names.get(role, role)}.{end}", tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 @pytest.mark.parametrize("arch", GGUF_NAMES)

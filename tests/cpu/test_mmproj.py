@@ -28,6 +28,7 @@ from engine.text.images.preprocessor import ImagePreprocessor
 from engine.text.tokenizer_files import load_tokenizer
 from server.app import create_app
 from server.settings.app_config import AppConfig
+from tests.cpu.gguf_rows import written
 from tests.cpu.mmproj_files import HALVES, write_text, write_vision
 from tests.cpu.model_driver import CPU
 from tests.cpu.test_image_prompts import CONVERSATIONS, POOL, TINY, Lfm2Images, Theirs, answer_of, checkpoint, sent
@@ -146,11 +147,7 @@ def header(path: Path, arch: str, tokens: list[str] | None = None, **keys: Any) 
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
     if tokens is not None:
         writer.add_token_list(tokens)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def test_a_wrong_file_is_refused_in_a_sentence(folder: Path, tmp_path: Path) -> None:

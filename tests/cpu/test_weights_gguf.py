@@ -20,7 +20,7 @@ from engine.runtime.models.families import read_config
 from engine.runtime.weights.gguf import GGUFCheckpoint
 from engine.runtime.weights.gguf_config import hf_config
 from engine.sources.model_source import find_model
-from tests.cpu.gguf_rows import floats_of, quantised
+from tests.cpu.gguf_rows import floats_of, quantised, written
 from tests.cpu.test_models_families import CASES, QWEN3_5, Case, load, logits_of, rope, save_tiny
 
 KINDS = [
@@ -546,11 +546,7 @@ def write(
         add(f"{arch}.{key}", value)
     for name, (values, kind) in tensors.items():
         writer.add_tensor(name, quantised(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def convert(model: torch.nn.Module, arch: str, names: Mapping[str, str]) -> dict[str, tuple[np.ndarray, Kind]]:
@@ -730,11 +726,7 @@ def test_quantisation(name: str, has_library: bool, tmp_path: Path, monkeypatch:
     writer.add_head_count(4)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tensor("token_embd.weight", rows, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    (stored,) = GGUFCheckpoint(tmp_path / "model.gguf").tensors({})
+    (stored,) = GGUFCheckpoint(written(writer, tmp_path / "model.gguf")).tensors({})
     found = torch.empty(128, 256)
     stored.copy_to(found)
     chunked = torch.empty(256, 128).t()
