@@ -47,10 +47,7 @@ def engine_config(path: str, given: Mapping[str, Any]) -> EngineConfig:
             values[each.name] = None
     if translated.remarks:
         logger.info("no effect here: %s", "; ".join(translated.remarks))
-    try:
-        return EngineConfig(model=path, **values)
-    except TypeError as error:  # a string where a number is compared
-        raise ConfigError(f"A setting of the engine has the wrong type: {error}.") from error
+    return EngineConfig(model=path, **values)
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from engine.core.errors import InvalidRequestError, OverloadedError, ShuttingDownError
+from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.scheduling.admission import check_request
 from engine.core.types import AbortCause, Adapter, GrammarKey, Params, Request, StepEvents, TokenEvent
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
@@ -97,6 +97,8 @@ class LLM(VectorMethods):
         check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
         source = find_model(model)
+        if not isinstance(lora_modules, Mapping | None):
+            raise ConfigError(f"lora_modules is {lora_modules!r}; give a dict of names and folders.")
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
         config = engine_config(source.path, {"lora_modules": modules, **engine})
         check_model(config, has_tokenizer=tokenizer is not None)

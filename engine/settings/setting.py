@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import isfinite
+from numbers import Integral, Real
 from operator import ge, gt, le, lt
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from engine.core.errors import ConfigError
 from engine.system.similar import closest
@@ -112,6 +113,8 @@ def fault(each: Declared, value: Any) -> str:
         return ""
     if setting.choices:
         return "" if value in setting.choices else f"choose one of {', '.join(setting.choices)}"
+    if wanted := _wrong_kind(each.type, value):
+        return wanted
     for bound, is_kept, words in (
         (setting.at_least, ge, "at least"),
         (setting.above, gt, "more than"),
@@ -121,6 +124,16 @@ def fault(each: Declared, value: Any) -> str:
         if bound is not None and not is_kept(value, bound):
             return f"it must be {words} {bound:g}"
     return "it must be a finite number" if isinstance(value, float) and not isfinite(value) else ""
+
+
+def _wrong_kind(annotation: Any, value: object) -> str:
+    """Return what a value must be, or "" for one of its setting's type; texts and lists are not looked at."""
+    kinds = {get_origin(each) or each for each in (annotation, *get_args(annotation))}
+    for kind, kept in ((bool, bool), (int, Integral), (float, Real), (Mapping, Mapping)):
+        if kind in kinds and str not in kinds:
+            is_right = isinstance(value, kept) and isinstance(value, bool) == (kind is bool)
+            return "" if is_right else f"it must be {_KINDS[kind.__name__]}"
+    return ""
 
 
 def describe(value: Any) -> str:
@@ -159,7 +172,13 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
     return values
 
 
-_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}
+_KINDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a string",
+    "Mapping": "a JSON object",
+}
 
 
 def check_type(flag: str, key: str, value: object, annotation: str) -> None:

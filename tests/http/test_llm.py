@@ -399,7 +399,14 @@ def test_engine_flags_reach_the_engine(workshop: Workshop) -> None:
     for flags, sentence in (
         ({"max_num_seq": 3}, "did you mean max_num_seqs"),
         ({"dtype": "int3"}, "--dtype is 'int3'"),
-        ({"num_threads": "two"}, "wrong type"),
+        ({"num_threads": "two"}, "--num-threads is 'two'; it must be a whole number"),
+        ({"max_num_seqs": 1.5}, "--max-num-seqs is 1.5; it must be a whole number"),
+        ({"num_threads": True}, "--num-threads is True; it must be a whole number"),
+        ({"gpu_memory_utilization": "x"}, "--gpu-memory-utilization is 'x'; it must be a number"),
+        ({"enforce_eager": "no"}, "--enforce-eager is 'no'; it must be true or false"),
+        ({"hf_overrides": 3}, "--hf-overrides is 3; it must be a JSON object"),
+        ({"override_generation_config": 3}, "--override-generation-config is 3; it must be a JSON object"),
+        ({"lora_modules": ["a=/b"]}, "lora_modules is .*; give a dict of names and folders"),
         ({"tool_call_parser": "hermess"}, "tool_call_parser is 'hermess'"),
         ({"reasoning_parser": "qwen"}, "choose auto, none, .*qwen3"),
     ):

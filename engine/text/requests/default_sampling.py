@@ -26,6 +26,8 @@ def check_sampling_source(source: str, override: Mapping[str, Any] | None) -> No
     if source not in ("auto", "vllm") and not (Path(source) / FILE).is_file():
         raise ConfigError(f"--generation-config is {source!r}; it must be auto, vllm or a folder with {FILE}.")
     given = override or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{_OVERRIDE} is {given!r}; it must be a JSON object.")
     if unknown := given.keys() - {*known, "do_sample"}:
         raise unknown_key(_OVERRIDE, min(unknown), known)
     sampling_of(given, SamplingDefaults(), _OVERRIDE)
