@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -141,25 +142,29 @@ def measure_draft_costs(
 ) -> DraftCosts:
     """Time the drafter, and steps of growing size; the runner must not speculate yet, a head runs in its steps.
 
-    A row costs the same with and without drafts, unless a step without drafts becomes a graph (`captures`).
+    Steps with drafts are launched operation by operation; others become a graph (`captures`), or are plain steps.
     """
 
     def run(plan: StepPlan) -> None:
         runner.run(plan).wait()
 
-    plain = list(_points(config, 0, run))
-    checking = list(_points(config, num_drafts, run))
+    checking = list(_points(config, num_drafts, run, partial(_checking, config, num_drafts=num_drafts)))
     if not captures:
-        plain = checking = plain + checking
+        checking += _points(config, 0, run, partial(_checking, config, num_drafts=0))
     drafting = tuple(_drafting(drafter, config, num_drafts, run))
+    if runner.heads is not None:
+        runner.heads.rest()  # as it does where no draft pays
+    plain = list(_points(config, 0, run, partial(_decoding, config, run)))
     return DraftCosts(lower_hull(plain), lower_hull(checking or plain), drafting)
 
 
-def _points(config: SchedulerConfig, num_drafts: int, run: Callable[[StepPlan], None]) -> Iterator[tuple[int, float]]:
-    """(rows, seconds), until it is long enough."""
+def _points(
+    config: SchedulerConfig, num_drafts: int, run: Callable[[StepPlan], None], make: Callable[[int], StepPlan]
+) -> Iterator[tuple[int, float]]:
+    """Yield (rows, seconds) of steps that are made of numbers of sequences, until they are long enough."""
     first = 0.0
     for num_seqs in _numbers(config, num_drafts):
-        plan = _checking(config, num_seqs, num_drafts)
+        plan = make(num_seqs)
         cost = _time(lambda plan=plan: run(plan))  # type: ignore[misc]
         yield num_seqs * (1 + num_drafts), cost
         first = first or cost
@@ -195,10 +200,18 @@ def _numbers(config: SchedulerConfig, num_drafts: int) -> Iterator[int]:
         num_seqs *= 2
 
 
+def _decoding(config: SchedulerConfig, run: Callable[[StepPlan], None], num_seqs: int) -> StepPlan:
+    """Begin sequences of one token, and return a step that decodes them."""
+    prompts = warm_up_plan(config, num_seqs, num_seqs)
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    run(prompts._replace(rows=tuple([row._replace(params=params) for row in prompts.rows])))
+    return StepPlan(0, num_seqs, num_seqs, slots=tuple(range(num_seqs)), positions=(1,) * num_seqs)
+
+
 def _checking(config: SchedulerConfig, num_seqs: int, num_drafts: int) -> StepPlan:
-    """Return a step of sequences of one token and its drafts, with a draw for each."""
+    """Return a step of sequences of one token and its drafts, with a draw for each; it is not plain."""
     plan = warm_up_plan(config, num_seqs, num_seqs * (1 + num_drafts))
-    params = SamplingParams(max_tokens=1 + num_drafts, temperature=0.0)
+    params = SamplingParams(max_tokens=1 + num_drafts, temperature=0.0, min_tokens=1)
     return plan._replace(
         rows=tuple([row._replace(params=params) for row in plan.rows]),
         chunks=tuple([chunk._replace(samples=chunk.samples * (1 + num_drafts)) for chunk in plan.chunks]),

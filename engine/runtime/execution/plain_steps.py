@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from ctypes import addressof, c_bool, c_int64, memmove
 from itertools import compress, count
 
-from torch import Tensor
-
 from engine.core.config import SchedulerConfig
 from engine.core.step import Fault, PendingStep, Rows, RowStart, StepPlan, StepResult
 from engine.core.types import SamplingParams
@@ -40,7 +38,7 @@ class PlainStep(PendingStep):
 
 
 class PlainSteps:
-    """Computes such steps; other steps share the tables and the last ids."""
+    """Computes such steps; other steps share the tables."""
 
     def __init__(
         self,
@@ -50,13 +48,11 @@ class PlainSteps:
         groups: Iterable[int],
         config: SchedulerConfig,
         tables: RowTables,
-        last_ids: Tensor,
     ) -> None:
         """`groups` has the block table of each layer of the pool."""
         num_slots = config.max_num_seqs
         self._library, self._model, self._pool = library, model, pool
         self._others = set[int]()  # slots of rows that are not plain
-        self._last_ids = last_ids.numpy()
         self._draws, self._ids, self._are_finite = (Draw * num_slots)(), (c_int64 * num_slots)(), (c_bool * num_slots)()
         shared = {
             addressof(layer.attend): StepGroup(addressof(layer.store), addressof(layer.attend), group)
@@ -72,12 +68,12 @@ class PlainSteps:
             states=states,
             scaled=ScaledLogits(multiplier=model.multiplier, cap=model.cap),
             draws=addressof(self._draws),
-            last_ids=last_ids.data_ptr(),
             num_groups=len(shared),
             num_tables=config.num_groups,
             num_slots=num_slots,
             width=tables.width,
             block_size=config.block_size,
+            state_blocks=config.state_blocks,
             ids=addressof(self._ids),
             is_finite=addressof(self._are_finite),
         )
@@ -86,7 +82,6 @@ class PlainSteps:
         """Take in rows that begin."""
         for row in rows:
             slot, params = row.slot, row.params
-            self._last_ids[slot] = row.ids[-1]
             if not isinstance(params, SamplingParams) or not draws_plainly(params) or row.spans:
                 self._others.add(slot)
                 continue
@@ -95,8 +90,8 @@ class PlainSteps:
             memmove(addressof(self._draws) + slot * DRAW.size, pack_draw(wish, self._model.head.n), DRAW.size)
 
     def takes(self, plan: StepPlan) -> bool:
-        """Return whether a plan is such a step, and moves no blocks."""
-        if not plan.num_tokens or plan.copies or plan.swap_out or plan.swap_in:
+        """Return whether a plan is such a step: without drafts, and it moves no blocks."""
+        if not plan.num_tokens or plan.drafts or plan.replays or plan.copies or plan.swap_out or plan.swap_in:
             return False
         is_odd = any(chunk.slot in self._others or len(chunk.samples) > 1 for chunk in plan.chunks)
         return not is_odd and self._others.isdisjoint(plan.slots)
@@ -104,7 +99,7 @@ class PlainSteps:
     def compute(self, plan: StepPlan, rows: Rows) -> PlainStep:
         """Compute a step, all steps before which are known."""
         args, drawn = self._args, [rows.text(slot) for slot in plan.slots]
-        numbers, known = array("q", plan.slots + plan.positions), list[int]()
+        numbers, known = array("q", plan.slots + plan.positions), [text[-1] for text in drawn]
         for chunk in plan.chunks:
             text = rows.text(chunk.slot)
             numbers.extend((chunk.slot, chunk.start, chunk.num_tokens, len(chunk.samples)))
@@ -124,12 +119,9 @@ class PlainSteps:
         return PlainStep(result)
 
 
-def plain_steps(
-    model: CausalLM, kv_cache: KVCache, config: SchedulerConfig, tables: RowTables, last_ids: Tensor
-) -> PlainSteps | None:
+def plain_steps(model: CausalLM, kv_cache: KVCache, config: SchedulerConfig, tables: RowTables) -> PlainSteps | None:
     """Return what computes plain steps, if the library does so for this model and pool."""
     library, pool = native(), kv_cache.paged_step
-    has_other_steps = config.whole_step or config.num_speculative_tokens
-    if library is None or pool is None or has_other_steps or model.described is None:
+    if library is None or pool is None or config.whole_step or model.described is None:
         return None
-    return PlainSteps(library, model.described, pool, kv_cache.groups.group_of, config, tables, last_ids)
+    return PlainSteps(library, model.described, pool, kv_cache.groups.group_of, config, tables)

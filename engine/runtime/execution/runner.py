@@ -201,7 +201,7 @@ class ModelRunner:
         self._launched: deque[ModelStep] = deque()
         self._sampler = Sampler(device, resources)
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
-        self._plain = None if head is not None else plain_steps(model, kv_cache, config, self._tables, self._last_ids)
+        self._plain = plain_steps(model, kv_cache, config, self._tables)
         self._config = config
         self._host_pool: HostPool | None = None
         self._graphs: DecodeGraphs | None = None
@@ -317,9 +317,13 @@ class ModelRunner:
         if plain is None:
             return self._launch(plan, changes, batches)
         plain.follow(plan.rows)
-        if not plain.takes(plan):
+        is_observed = self.heads is not None and not (self.heads.is_idle and plan.slots)  # a prompt ends its idle time
+        if is_observed or not plain.takes(plan):
             return self._launch(plan, changes, batches)
-        self._rows.begin(plan)
+        if self._drafter is None:
+            self._rows.begin(plan)
+        else:
+            self._drafter.draft(plan, self._rows.follow(plan))
         while self._launched:
             self._launched.popleft().wait()
         return plain.compute(plan, self._rows)

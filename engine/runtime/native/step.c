@@ -20,9 +20,8 @@ SHARED struct step_args {
     struct step_states *states; /* NULL: the model has none */
     struct scaled_logits scaled; /* how logits are scaled */
     const struct draw *draws; /* [num_slots], but for the position */
-    int64_t *last_ids;        /* [num_slots], of decodes; the drawn ids replace them */
-    int64_t num_groups, num_tables, num_slots, width, block_size;
-    /* The slots of decodes and their positions; of each chunk its slot, first position, tokens and draws; ids of chunks. */
+    int64_t num_groups, num_tables, num_slots, width, block_size, state_blocks; /* state_blocks: of a slot of states */
+    /* The slots of decodes and their positions; of each chunk its slot, first position, tokens and draws; the ids of all. */
     const int64_t *numbers;
     int64_t num_decodes, num_chunks;
     int64_t *ids; /* [draws] */
@@ -56,7 +55,7 @@ static struct sizes sizes_of(const struct step_args *a) {
 }
 
 struct arrays {
-    int64_t *ids, *positions, *places; /* [tokens]; [tokens]; [tables][tokens] */
+    int64_t *positions, *places; /* [tokens]; [tables][tokens] */
     int32_t *starts, *contexts, *tables; /* [slices + 1]; [slices]; [tables][slices][blocks] */
     int64_t *rows; /* [draws], the tokens that are drawn from */
     struct draw *draws;
@@ -67,15 +66,14 @@ struct arrays {
 
 static size_t lay_out(const struct step_args *a, struct sizes n, char *base, struct arrays *to) {
     size_t used = 0;
-    int64_t stateful = a->states ? n.slices : 0, width = a->states ? a->states->width : 0;
-    to->ids = carve(base, &used, n.tokens, sizeof(int64_t));
+    int64_t stateful = a->states ? n.slices : 0;
     to->positions = carve(base, &used, n.tokens, sizeof(int64_t));
     to->places = carve(base, &used, a->num_tables * n.tokens, sizeof(int64_t));
     to->starts = carve(base, &used, n.slices + 1, sizeof(int32_t));
     to->contexts = carve(base, &used, n.slices, sizeof(int32_t));
     to->tables = carve(base, &used, a->num_tables * n.slices * n.blocks, sizeof(int32_t));
-    to->read = carve(base, &used, stateful * width, sizeof(int32_t));
-    to->written = carve(base, &used, stateful * width, sizeof(int32_t));
+    to->read = carve(base, &used, stateful * a->state_blocks, sizeof(int32_t));
+    to->written = carve(base, &used, stateful * a->state_blocks, sizeof(int32_t));
     to->kept = carve(base, &used, stateful, sizeof(int32_t));
     to->replays = carve(base, &used, stateful, sizeof(int32_t));
     to->slots = carve(base, &used, stateful, sizeof(int32_t));
@@ -102,13 +100,14 @@ static void fill_tables(const struct step_args *a, struct sizes n, struct arrays
 /* The blocks of each slice's states. In the next step a row reads what it writes in this one. */
 static void fill_states(const struct step_args *a, struct sizes n, struct arrays *to) {
     struct step_states *states = a->states;
-    size_t bytes = (size_t)states->width * sizeof(int32_t);
+    int64_t width = states->width = a->state_blocks;
+    size_t bytes = (size_t)width * sizeof(int32_t);
     for (int64_t i = 0; i < n.slices; i++) {
         struct slice s = slice_of(a, i);
         int32_t *read = a->tables + (a->num_tables * a->num_slots + s.slot) * a->width;
         int32_t *written = read + a->num_slots * a->width;
-        memcpy(to->read + i * states->width, read, bytes);
-        memcpy(to->written + i * states->width, written, bytes);
+        memcpy(to->read + i * width, read, bytes);
+        memcpy(to->written + i * width, written, bytes);
         memcpy(read, written, bytes);
         to->kept[i] = (int32_t)s.tokens, to->replays[i] = 0, to->slots[i] = (int32_t)s.slot;
     }
@@ -117,15 +116,11 @@ static void fill_states(const struct step_args *a, struct sizes n, struct arrays
 }
 
 static void fill(const struct step_args *a, struct sizes n, struct arrays *to) {
-    const int64_t *known = a->numbers + 2 * a->num_decodes + 4 * a->num_chunks;
     int64_t token = 0, row = 0;
     to->starts[0] = 0;
     for (int64_t i = 0; i < n.slices; i++) {
         struct slice s = slice_of(a, i);
-        for (int64_t at = s.first; at < s.first + s.tokens; at++, token++) {
-            to->ids[token] = i < a->num_decodes ? a->last_ids[s.slot] : *known++;
-            to->positions[token] = at;
-        }
+        for (int64_t at = s.first; at < s.first + s.tokens; at++) to->positions[token++] = at;
         to->starts[i + 1] = (int32_t)token;
         to->contexts[i] = (int32_t)(s.first + s.tokens);
         if (!s.draws) continue;
@@ -155,14 +150,14 @@ EXPORT int32_t quire_step(const struct step_args *a) {
     lay_out(a, n, memory, &to);
     fill(a, n, &to);
     struct forward_args forward = {
-        .decoder = a->decoder, .ids = to.ids, .positions = to.positions, .rows = to.rows, .hidden = to.hidden,
-        .num_tokens = n.tokens, .num_rows = n.draws,
+        .decoder = a->decoder, .ids = a->numbers + 2 * a->num_decodes + 4 * a->num_chunks, .positions = to.positions,
+        .rows = to.rows, .hidden = to.hidden, .num_tokens = n.tokens, .num_rows = n.draws,
     };
     struct gemm_args head = {
         .w = *a->head, .x = to.hidden, .y = to.logits, .m = n.draws, .x_stride = a->head->k, .y_stride = a->head->n,
         .y_dtype = DT_F32,
     };
-    struct sample_args draws = {to.logits, to.draws, a->ids, a->is_finite, n.draws, a->head->n, a->last_ids};
+    struct sample_args draws = {to.logits, to.draws, a->ids, a->is_finite, n.draws, a->head->n, NULL};
     struct scaled_logits scaled = a->scaled;
     scaled.logits = to.logits, scaled.rows = n.draws, scaled.width = a->head->n;
     int32_t status = quire_forward(&forward);

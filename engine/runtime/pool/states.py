@@ -70,8 +70,7 @@ class StatePool:
         self.step: StepStates
         self._tensors: StateTensors | None = None
         self._contexts: Sequence[int] = ()
-        width = self.places.num_blocks
-        self._args = StepStatesArgs(base=pool.data_ptr(), block_bytes=pool.shape[1], width=width, max_drafts=max_drafts)
+        self._args = StepStatesArgs(base=pool.data_ptr(), block_bytes=pool.shape[1], max_drafts=max_drafts)
         self.of_layer = {
             index: LayerState(self, spec, self.places.of_layer[index], max_rows)
             for index, spec in enumerate(specs)
@@ -86,7 +85,7 @@ class StatePool:
             return
         self.step = StepStates(*map(np.ascontiguousarray, batch.states))  # as the native library reads them
         self._tensors, self._contexts = None, batch.context_lens_host
-        self._args.num_slices = len(self.step.read)
+        self._args.num_slices, self._args.width = self.step.read.shape
         for name, values in self.step._asdict().items():
             setattr(self._args, name, values.ctypes.data)
 

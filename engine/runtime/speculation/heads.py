@@ -111,6 +111,10 @@ class HeadDrafter:
         """Return whether no draft has paid for a while, so that steps need not be observed."""
         return self._num_idle > _MOST_IDLE
 
+    def rest(self) -> None:
+        """Be idle until a prompt or drafts come."""
+        self._num_idle = _MOST_IDLE + 1
+
     @property
     def needs_all(self) -> bool:
         """Return whether the target's last layer must compute all rows."""
