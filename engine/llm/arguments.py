@@ -76,6 +76,9 @@ def for_each(
 ) -> list[SamplingParams]:
     """Return one set of parameters for each prompt, with its priority."""
     each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
+    if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
+        message = f"sampling_params has a {type(wrong[0]).__name__}; give SamplingParams, one for all or one each."
+        raise InvalidRequestError(message, param="sampling_params")
     if len(each) != num_prompts:
         raise InvalidRequestError(
             f"There are {num_prompts} prompts and {len(each)} sampling_params; give one for all, or one each.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from engine.text.fields.sampling import QueueFields
 from engine.text.prompt_results import (
     Reduction,
     activated,
+    check_likelihoods,
     check_reduction,
     cosine,
     first_scored,
@@ -134,11 +135,14 @@ class VectorMethods(ABC):
         """Return the documents that answer a query best, the best first, as /v1/rerank does."""
         progress, lora = refuse_arguments("rerank", others, progress, lora)
         VectorReader(self._limits).require_relevance()
-        if not documents:
+        texts = _texts("documents", documents)
+        if not isinstance(query, str):
+            raise InvalidRequestError(f"query is a {type(query).__name__}; it must be a text.", param="query")
+        if not texts:
             raise InvalidRequestError("There are no documents; give at least one.", param="documents")
         types = "query", "document"
-        found = self._matches([query], list(documents), truncate_prompt_tokens, lora, types, progress=progress)
-        ranked = [RankedDocument(index, each.outputs.score, documents[index]) for index, each in enumerate(found)]
+        found = self._matches([query], texts, truncate_prompt_tokens, lora, types, progress=progress)
+        ranked = [RankedDocument(index, each.outputs.score, texts[index]) for index, each in enumerate(found)]
         return sorted(ranked, key=lambda each: -each.score)[:top_n]
 
     def score(
@@ -155,8 +159,7 @@ class VectorMethods(ABC):
         """Return how well each text_2 matches its text_1, or its likelihood behind that, as /v1/score does."""
         progress, lora = refuse_arguments("score", others, progress, lora)
         check_choice("reduction", reduction, ("mean", "sum"), ())
-        seconds_ = [text_2] if isinstance(text_2, str) else list(text_2)
-        firsts = [text_1] if isinstance(text_1, str) else list(text_1)
+        firsts, seconds_ = _texts("text_1", text_1), _texts("text_2", text_2)
         if len(firsts) not in (1, len(seconds_)):
             raise InvalidRequestError(
                 f"text_1 has {len(firsts)} texts and text_2 {len(seconds_)}; give one text_1, or as many as there are "
@@ -166,6 +169,7 @@ class VectorMethods(ABC):
         if not self._limits.generates:
             check_reduction(reduction)
             return self._matches(firsts, seconds_, truncate_prompt_tokens, lora, (None, None), progress=progress)
+        check_likelihoods(seconds_, truncate_prompt_tokens)
         firsts *= len(seconds_) if len(firsts) == 1 else 1
         params = EngineParams(max_tokens=0, prompt_logprobs=0, adapter=self._adapter(lora))
         wholes = [first + second for first, second in zip(firsts, seconds_, strict=True)]
@@ -229,6 +233,14 @@ class VectorMethods(ABC):
     def _pair(self, first: str, second: str, names: tuple[str, str], params: Params, truncation: Truncation) -> Job:
         ids = VectorReader(self._limits).pair(first, second, names, truncation)
         return self._job(read_prompt(first), ids, params, TextRules(), SamplingParams())
+
+
+def _texts(name: str, given: str | Sequence[str]) -> list[str]:
+    """Return an argument's texts. Raises InvalidRequestError."""
+    texts = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [None]
+    if all(isinstance(text, str) for text in texts):
+        return texts
+    raise InvalidRequestError(f"{name} must be a text or a list of texts.", param=name)
 
 
 def _scored(score: float, *jobs: Job) -> ScoringRequestOutput:

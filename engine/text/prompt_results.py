@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Literal
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, UnsupportedError
 from engine.core.types import TokenLogprob
 from engine.text.tokenizer import finite
 
@@ -50,6 +50,16 @@ def check_reduction(reduction: Reduction) -> None:
             f"reduction is {reduction!r}, and this model has no LM head: a score is no sum of log probabilities; leave it out.",
             param="reduction",
         )
+
+
+def check_likelihoods(texts: Sequence[str], truncate_prompt_tokens: int | None) -> None:
+    """Raise ClientError for text_2 without a likelihood, and for texts that would be cut."""
+    if truncate_prompt_tokens is not None:
+        raise UnsupportedError(
+            "truncate_prompt_tokens", "the likelihood of a text that is cut is another's; shorten it"
+        )
+    if "" in texts:
+        raise InvalidRequestError("text_2 has an empty text, which has no likelihood; leave it out.", param="text_2")
 
 
 def first_scored(context: Sequence[int], whole: Sequence[int]) -> int:

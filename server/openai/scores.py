@@ -16,13 +16,14 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BeforeValidator, Field, model_validator
 from starlette.responses import Response
 
-from engine.core.errors import InvalidRequestError, UnsupportedError
+from engine.core.errors import InvalidRequestError
 from engine.core.types import Params, PromptInfo, SamplingParams
 from engine.text.fields.body import Integer, Refused, RequestBody
 from engine.text.fields.sampling import listed
 from engine.text.prompt_results import (
     Reduction,
     activated,
+    check_likelihoods,
     check_reduction,
     cosine,
     first_scored,
@@ -161,12 +162,7 @@ async def _plan(model: ServedModel, config: AppConfig, body: ScoringBody, texts:
 async def _likelihoods(
     model: ServedModel, body: PromptOnlyBody, firsts: Sequence[str], seconds: Sequence[str], reduction: Reduction
 ) -> _Plan:
-    if body.truncate_prompt_tokens is not None:
-        raise UnsupportedError(
-            "truncate_prompt_tokens", "the likelihood of a text that is cut is another's; shorten it"
-        )
-    if "" in seconds:
-        raise InvalidRequestError("text_2 has an empty text, which has no likelihood; leave it out.", param="text_2")
+    check_likelihoods(seconds, body.truncate_prompt_tokens)
     special, distinct = body.add_special_tokens, list(dict.fromkeys(firsts))
     wholes = [first + second for first, second in zip(firsts, seconds, strict=True)]
     contexts = dict(zip(distinct, await model.encode(distinct, "text_1", add_special_tokens=special), strict=True))

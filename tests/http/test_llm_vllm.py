@@ -128,6 +128,17 @@ def test_vectors_scores_and_beams(llm: LLM) -> None:
     assert len(scores) == 2
     with pytest.raises(InvalidRequestError, match="text_1 has 3 texts and text_2 2"):
         llm.score(["a", "b", "c"], ["a", "b"])
+    for arguments, sentence in (
+        ({"text_1": "a", "text_2": ""}, "text_2 has an empty text, which has no likelihood"),
+        ({"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
+        ({"text_1": "a", "text_2": 3}, "text_2 must be a text or a list of texts"),
+        ({"text_1": ["a", 3], "text_2": "b"}, "text_1 must be a text or a list of texts"),
+    ):
+        with pytest.raises(InvalidRequestError, match=sentence):
+            llm.score(**arguments)
+    for params in ("x", 3, [3]):
+        with pytest.raises(InvalidRequestError, match="give SamplingParams, one for all or one each"):
+            llm.generate(["a"], params)
     [beams] = llm.beam_search("hi|", BeamSearchParams(beam_width=2, max_tokens=3))
     assert len(beams.sequences) == 2
     assert beams.sequences[0].text.startswith("hi|")
