@@ -60,6 +60,7 @@ class _Graph:
         self.is_cls = '"pooling_mode_cls_token": true' in (Path(folder) / "1_Pooling/config.json").read_text()
         self.file = f"/tmp/quire-encoders-{os.getpid()}.onnx"  # noqa: S108
         model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        self.heads, self.hidden = model.config.num_attention_heads, model.config.hidden_size
         self.names = ("input_ids", "attention_mask", "token_type_ids")
         axes = {name: {0: "texts", 1: "tokens"} for name in (*self.names, "last_hidden_state")}
         some = tuple(torch.ones(2, 8, dtype=torch.long) for _ in self.names)
@@ -109,7 +110,8 @@ def _onnxruntime(folder: str, num_threads: int, *, is_int8: bool) -> Embed:
     from onnxruntime.transformers.optimizer import optimize_model
 
     graph = _Graph(folder)
-    optimize_model(graph.file, model_type="bert", num_heads=0, hidden_size=0).save_model_to_file(graph.file)
+    sizes = {"num_heads": graph.heads, "hidden_size": graph.hidden}
+    optimize_model(graph.file, model_type="bert", **sizes).save_model_to_file(graph.file)
     if is_int8:
         quantize_dynamic(graph.file, graph.file, extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT})
     options = onnxruntime.SessionOptions()
