@@ -328,8 +328,8 @@ void gemm(const struct gemm_args *a, const struct gemm_share *share) {
     int64_t num_groups = share->group_end - share->group_begin;
     size_t slice_lanes = ((lanes - 1) / ((lanes - 1) / SLICE + 1) / step + 1) * step; /* slices of about one size */
     /* Groups that share a slice fetch the next one together. A group alone meets memory as it comes, and fetches just ahead
-     * of where it is; for a single row what the machine fetches by itself is enough. */
-    size_t lines = a->m == 1 ? 0 : (LINES_AHEAD - 1) / (size_t)num_groups + 1;
+     * of where it is; for a single row what some machines fetch by themselves is enough. */
+    size_t lines = a->m == 1 && !fetches_one_row() ? 0 : (LINES_AHEAD - 1) / (size_t)num_groups + 1;
     float sums[BLOCK_GROUPS * MOST_ROWS * PANEL];
     struct tile_shapes shapes = {0};
     int64_t block_start = gemm_group_start(a, share->group_begin);

@@ -224,7 +224,7 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
             panel += quant_super_bytes(f);
         }
         for (size_t i = 0; i < lines; i++, ahead += 64) {
-            if (R == 1)
+            if (R == 1 && !fetches_one_row())
                 __builtin_prefetch(ahead, 0, 3);
             else
                 __builtin_prefetch(ahead, 0, 2);
@@ -285,8 +285,8 @@ typedef void quant_dot_rows(const struct linear *, const char *, int64_t, struct
 
 /* out[num][PANEL] = one group of packed rows . one panel. If it is the group `turn` of several, `turns`, it fetches its
  * share of the next panel meanwhile: only the first of them would wait for memory, with nothing else to do. A group alone
- * fetches just ahead of where it is. For a single row this is slower than what the machine fetches by itself, which wants
- * lines in order: codes in several planes are not read so, and a block of them is fetched as it begins. */
+ * fetches just ahead of where it is. For a single row this is slower on some machines than what they fetch by themselves, which
+ * wants lines in order: codes in several planes are not read so, and a block of them is fetched as it begins. */
 static void quant_panel(const struct linear *w, void *rows, int64_t first, int64_t num, int64_t p, float *out,
                         int64_t turn, int64_t turns) {
     static quant_dot_rows *const dots[] = {
@@ -323,6 +323,6 @@ static void quant_panel(const struct linear *w, void *rows, int64_t first, int64
     const char *ahead = panel + panel_bytes + (size_t)(turn * num_blocks) * lines * 64;
     int bits = quant_format_of(w->format).bits, has_planes = bits & (bits - 1);
     if (turns == 1) ahead = panel + (has_planes ? 4 : 1) * QNEAR;
-    if (num == 1) ahead = panel, lines = has_planes ? lines : 0;
+    if (num == 1 && !fetches_one_row()) ahead = panel, lines = has_planes ? lines : 0;
     dots[w->format](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, out, ahead, lines);
 }

@@ -90,6 +90,16 @@ INLINE vf max_f(vf a, vf b) {
 #endif
 }
 
+/* Whether a product with one row fetches weights ahead. Intel's processors then read them 1.4 times as fast (30 GB/s for 21, two
+ * cores of Emerald Rapids); others fetch a stream by themselves, and lose a quarter (Zen 4). */
+INLINE int fetches_one_row(void) {
+#if defined(__x86_64__)
+    return __builtin_cpu_is("intel") != 0;
+#else
+    return 0;
+#endif
+}
+
 typedef float v4 __attribute__((vector_size(16)));
 
 /* The sum of quarters, then of what they hold: always in this order. */
