@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError
 from engine.llm.params import SamplingParams
-from engine.settings.engine_config import EngineConfig
+from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
 from engine.settings.setting import declared, expand, names_of
 from engine.system.similar import closest
@@ -48,6 +48,13 @@ def engine_config(path: str, given: Mapping[str, Any]) -> EngineConfig:
     if translated.remarks:
         logger.info("no effect here: %s", "; ".join(translated.remarks))
     return EngineConfig(model=path, **values)
+
+
+def adapters_of(modules: Mapping[str, str] | None) -> tuple[LoraModule, ...]:
+    """Return the adapters of LLM(lora_modules=...). Raises ConfigError."""
+    if not isinstance(modules, Mapping | None):
+        raise ConfigError(f"lora_modules is {modules!r}; give a dict of names and folders.")
+    return tuple(LoraModule(name, str(path)) for name, path in (modules or {}).items())
 
 
 def _plain(value: Any) -> Any:

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
+from engine.core.errors import InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.scheduling.admission import check_request
 from engine.core.types import AbortCause, Adapter, GrammarKey, Params, Request, StepEvents, TokenEvent
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
-from engine.llm.arguments import check_choice, engine_config, for_each, naming
+from engine.llm.arguments import adapters_of, check_choice, engine_config, for_each, naming
 from engine.llm.job import (
     BeamSearchOutput,
     Job,
@@ -37,7 +37,6 @@ from engine.llm.params import BeamSearchParams, SamplingParams
 from engine.llm.prompts import Prompt, ReadPrompt, listed, read_prompt, with_addresses
 from engine.llm.unserved import missing, refuse_arguments
 from engine.llm.vectors import VectorMethods
-from engine.settings.engine_config import LoraModule
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import find_model
 from engine.startup.ahead import begin_weights
@@ -97,10 +96,7 @@ class LLM(VectorMethods):
         check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
         source = find_model(model)
-        if not isinstance(lora_modules, Mapping | None):
-            raise ConfigError(f"lora_modules is {lora_modules!r}; give a dict of names and folders.")
-        modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
-        config = engine_config(source.path, {"lora_modules": modules, **engine})
+        config = engine_config(source.path, {"lora_modules": adapters_of(lora_modules), **engine})
         check_model(config, has_tokenizer=tokenizer is not None)
         from engine.startup.build import build_engine  # torch, seconds
 
