@@ -16,12 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from engine.core.config import DraftCosts
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Rows, SequenceSlice, StepPlan
+from engine.runtime.execution.plain_steps import PlainSteps
 from engine.runtime.execution.runner import warm_up_plan
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_mtp
+from engine.runtime.speculation import heads
 from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.settings.engine_config import EngineConfig
 from engine.startup.model_check import check_model
@@ -323,6 +326,20 @@ def test_a_head_is_read_as_it_is_stored(tmp_path: Path) -> None:
         states_of(load(tmp_path / "packed", quantization="none")[1]), expected, atol=1e-4, rtol=0
     )
     assert (states_of(load(tmp_path / "packed", quantization="stored")[1]) - expected).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
+def test_steps_whose_drafts_do_not_pay_are_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside others no draft pays; the last sequence has drafts after plain steps."""
+    target, head = load(saved(name).folder)
+    dear, computed, compute = ((1, 1.0), (3, 1.1), (64, 64.0)), list[StepPlan](), PlainSteps.compute
+    monkeypatch.setattr(heads, "_MOST_IDLE", 2)
+    plain = run(target, None, {})[0].ids
+    monkeypatch.setattr(PlainSteps, "compute", lambda self, *args: computed.append(args[0]) or compute(self, *args))
+    served, scheduler = run(target, head, {}, draft_costs=DraftCosts(dear, dear, ((1, 0.01),)))
+    assert served.ids == plain
+    assert computed
+    assert scheduler.stats.spec_draft_tokens > 0
 
 
 def states_of(head: Head) -> Tensor:
