@@ -12,8 +12,9 @@ from engine.runtime.native.library import Library, WeightFormat
 from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, format_for, rows_of
 from engine.runtime.native.rows import RepackedRows, StoredRows
 
-# And AMX, of which there is a model (tile_model.py).
-ISAS = (*(isa for isa in machine_isas() or (Isa.PORTABLE,) if isa is not Isa.AMX), Isa.AMX)
+# AVX512VNNI multiplies floats as AVX512 does, and bytes as AVX512BF16. Of AMX there is a model (tile_model.py).
+_ELSEWHERE = (Isa.AVX512VNNI, Isa.AMX)
+ISAS = (*(isa for isa in machine_isas() or (Isa.PORTABLE,) if isa not in _ELSEWHERE), Isa.AMX)
 
 
 def packed(library: Library, weight: Tensor, bias: Tensor | None = None, activation: int = 0) -> NativeLinear:
