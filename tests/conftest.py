@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from engine.runtime.native import build
 
     compiler = build.find_compiler()
-    best = build.best_isa()  # AVX512VNNI has tests of its own where it is the best (tests/cpu/native_linears.py)
+    best = build.best_isa()  # AVX512VNNI is tested only where it is the best (tests/cpu/native_linears.py)
     names = [isa.name.lower() for isa in build.machine_isas() if isa is best or isa is not build.Isa.AVX512VNNI]
     if compiler is None or all(map(build.installed_library, names)):
         return

@@ -1,5 +1,5 @@
-/* Which instruction sets the machine and its system can run, and what each is worth: a library of its own, which is asked before one of kernels is
- * chosen. A set that the compiler does not know is not there. */
+/* Which instruction sets the machine and its system can run, and what each is worth: a library of its own, which a start asks before it
+ * chooses kernels. A set that the compiler does not know is not there. */
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
