@@ -380,7 +380,8 @@ class LLM(VectorMethods):
                     return  # the queue is full of this call's requests; the next one that ends makes room
                 time.sleep(_RETRY_S)  # an interrupted call's requests are about to leave the queue
                 continue
-            job.request = replace(job.request, images=())
+            if job.images:
+                job.request = replace(job.request, images=())
             started[job.request.request_id] = waiting.popleft()
 
     def _take(self, event: TokenEvent, started: dict[str, Job]) -> None:

@@ -21,7 +21,6 @@ from engine.llm.job import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from engine.llm.params import SamplingParams
 from engine.llm.prompts import Prompt, ReadPrompt, listed, read_prompt
 from engine.llm.unserved import refuse_arguments
 from engine.text.chat.choice import TextRules
@@ -41,6 +40,7 @@ from engine.text.requests.vector_reader import Truncation, VectorReader
 
 _Make = Callable[[], Job]
 _WHOLE = Truncation()
+_RULES, _IN_TURN = TextRules(), QueueFields()
 
 
 class VectorMethods(ABC):
@@ -228,11 +228,11 @@ class VectorMethods(ABC):
         if not ids:
             raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
         self._limits.check_readable(len(ids), "prompts")
-        return self._job(read, ids, params, TextRules(), SamplingParams())
+        return self._job(read, ids, params, _RULES, _IN_TURN)
 
     def _pair(self, first: str, second: str, names: tuple[str, str], params: Params, truncation: Truncation) -> Job:
         ids = VectorReader(self._limits).pair(first, second, names, truncation)
-        return self._job(read_prompt(first), ids, params, TextRules(), SamplingParams())
+        return self._job(read_prompt(first), ids, params, _RULES, _IN_TURN)
 
 
 def _texts(name: str, given: str | Sequence[str]) -> list[str]:

@@ -172,7 +172,7 @@ def pool(
 
     With a pooler its result is summed: once for each position, or as often as there are positions.
     """
-    indices, sums, sane = [], [], []
+    indices, sums, extremes = list[int](), list[Tensor](), list[Tensor]()
     for index, (piece, first_row) in enumerate(zip(slices, first_rows, strict=True)):
         positions = piece.pooled_positions
         if not positions:
@@ -181,8 +181,11 @@ def pool(
         if pooler is not None:
             own = states if pooler.comes_first else states.double().mean(0, keepdim=True)
             states = pooler(own).expand(len(states), -1)
-        states = states.double()
+        states = states.to(torch.promote_types(states.dtype, torch.float32))  # in which a unit divides without rounding
         indices.append(index)
-        sane.append((states.abs() < _MOST).all())  # False for NaN as well
+        extremes += states.aminmax()
         sums.append((states / POOLED_UNIT).round_().long().sum(0))
-    return Pooled(indices, torch.stack(sums), torch.stack(sane)) if indices else None
+    if not indices:
+        return None
+    is_sane = torch.stack(extremes).abs() < _MOST  # False for NaN as well
+    return Pooled(indices, torch.stack(sums), is_sane.view(-1, 2).all(1))
