@@ -59,34 +59,26 @@ INLINE int32_t sum_of(vi v) {
 #endif
 }
 
-/* The largest magnitude of values [begin, end), infinity or NaN if one of them is, so that y will not be finite. As
- * integers, magnitudes are in the same order, and NaN is above all. */
-INLINE float peak_of(struct view x, int64_t begin, int64_t end) {
+/* The block of a row of k values that begins at `begin`; zeros behind the row. */
+INLINE void load_block(struct view x, int64_t begin, int64_t k, vf values[QBLOCK / W]) {
+    UNROLL for (int i = 0; i < QBLOCK / W; i++) {
+        int64_t at = begin + i * W;
+        values[i] = begin + QBLOCK <= k ? get(x, at, at + W) : at < k ? get(x, at, k) : splat(0);
+    }
+}
+
+/* The largest magnitude of a block, infinity or NaN if one of its values is, so that y will not be finite. As integers,
+ * magnitudes are in the same order, and NaN is above all. */
+INLINE float peak_of(const vf values[QBLOCK / W]) {
     vi peak = {0};
-    for (int64_t i = begin; i < end; i += W) {
-        vi magnitude = (vi)get(x, i, end) & 0x7fffffff;
+    UNROLL for (int i = 0; i < QBLOCK / W; i++) {
+        vi magnitude = (vi)values[i] & 0x7fffffff;
         peak = (vi)select_u(magnitude > peak, (vu)magnitude, (vu)peak);
     }
     int32_t bits = largest_of(peak);
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
-}
-
-/* Round x * inverse for the inputs of one block to bytes; sums[2] of each half. */
-INLINE void quantise_block(struct view x, int64_t begin, int64_t end, float inverse, int8_t bytes[QBLOCK],
-                           int32_t sums[2]) {
-    UNROLL for (int half = 0; half < 2; half++) {
-        vi sum = {0};
-        UNROLL for (int i = half * 16; i < half * 16 + 16; i += W) {
-            vf value = begin + i < end ? get(x, begin + i, end) : splat(0);
-            vi rounded = (vi)(value * inverse + 12582912.f) - 0x4b400000; /* the nearest integer, from the mantissa */
-            vb narrow = __builtin_convertvector(rounded, vb);
-            memcpy(bytes + i, &narrow, sizeof narrow);
-            sum += rounded;
-        }
-        sums[half] = sum_of(sum);
-    }
 }
 
 /* The rows from which products take tiles, by the format of weights; 0: not measured. */
@@ -103,17 +95,24 @@ static void quant_pack_row(struct quant_format f, struct view x, int64_t k, stru
                            size_t num, int for_tiles) {
     size_t group_of_row = r;
     for (int64_t begin = 0; begin < k; begin += QBLOCK) {
-        int64_t end = begin + QBLOCK < k ? begin + QBLOCK : k;
-        float peak = peak_of(x, begin, end), scale = peak / 127;
+        vf values[QBLOCK / W];
+        load_block(x, begin, k, values);
+        float peak = peak_of(values), scale = peak / 127;
+        vf inverse = splat(peak > 0 ? 127 / peak : 0);
+        vi sums[2] = {{0}}; /* of each half */
         int8_t bytes[QBLOCK];
-        int32_t sums[2];
-        quantise_block(x, begin, end, peak > 0 ? 127 / peak : 0, bytes, sums);
+        UNROLL for (int i = 0; i < QBLOCK / W; i++) {
+            vi rounded = (vi)(values[i] * inverse + 12582912.f) - 0x4b400000; /* the nearest integer, from the mantissa */
+            vb narrow = __builtin_convertvector(rounded, vb);
+            memcpy(bytes + i * W, &narrow, sizeof narrow);
+            sums[i * W / 16] += rounded;
+        }
         if (for_tiles) memcpy(to.bytes + r * QBLOCK / 4, bytes, QBLOCK), to.bytes += num * QBLOCK / 4;
         else UNROLL for (size_t i = 0; i < QBLOCK / 4; i++, to.bytes += num) memcpy(to.bytes + r, bytes + 4 * i, 4);
         to.scales[r] = scale;
         to.scales += num;
         for (int g = 0; g < QBLOCK / f.group; g++, group_of_row += num) {
-            int32_t sum = f.group == QBLOCK ? sums[0] + sums[1] : sums[g];
+            int32_t sum = sum_of(f.group == QBLOCK ? sums[0] + sums[1] : sums[g]);
             to.starts[group_of_row] = -f.zero * sum;
             to.sums[group_of_row] = (float)sum * scale;
         }
