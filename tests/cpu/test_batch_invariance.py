@@ -71,14 +71,14 @@ def library(kernels: Library) -> Iterator[Library]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(("head_dim", "is_int8"), [(64, False), (64, True), (72, False)])
 def test_attention_of_a_position_is_one_result(
-    library: Library, is_int8: bool, window: int | None, dtype: torch.dtype
+    library: Library, head_dim: int, is_int8: bool, window: int | None, dtype: torch.dtype
 ) -> None:
     """As a row of a whole prompt, of a chunk, as a decode step alone or in a crowd, on one thread or several."""
     torch.manual_seed(3)
-    spec = AttentionSpec(6, 2, 64, 0.125, window=window, softcap=3.0, sinks=torch.linspace(-1, 1, 6))
-    q, k, v = (torch.randn(LENGTH, heads, 64).to(dtype) for heads in (6, 2, 2))
+    spec = AttentionSpec(6, 2, head_dim, 0.125, window=window, softcap=3.0, sinks=torch.linspace(-1, 1, 6))
+    q, k, v = (torch.randn(LENGTH, heads, head_dim).to(dtype) for heads in (6, 2, 2))
     backend = CpuNativeAttention()
     lengths = [(LENGTH, 0), (300, 1), (5, 1), (40, 9), (17, 1), (17, 1)]
     table, *others, friend, friend_too = make_tables(lengths, 16, is_scattered=True)
@@ -92,7 +92,7 @@ def test_attention_of_a_position_is_one_result(
             tables += [table[:20] + friend, table[:33] + friend_too]
         rows = sum(num for _, num in steps)
         at = slice(1, 1 + stop - start) if crowd else slice(0, stop - start)
-        batched = [torch.randn(rows, x.shape[1], 64).to(dtype) for x in (q, k, v)]
+        batched = [torch.randn(rows, x.shape[1], head_dim).to(dtype) for x in (q, k, v)]
         for mine, x in zip(batched, (q, k, v), strict=True):
             mine[at] = x[start:stop]
         backend.prepare(make_batch(steps, tables, 16))

@@ -5,8 +5,9 @@
  * running softmax, sums = sums * fade + weights . V, for a few rows at a time, so that their scores and the chunk stay
  * in the first cache. Everything behind the scores is to the base 2: a weight is 2^(score * bits - peak). */
 
-#include "attend_strips.h"
 #include "tiles.h"
+
+#include "attend_strips.h"
 #include "attend_tiles.h"
 
 /* Rows that go through a chunk together, in strips; their peaks fit one vector. On tiles they are one strip. */
@@ -364,15 +365,14 @@ void attend(const struct attend_args *a, const struct attend_task *task, void *m
     struct scratch s = carve(a, memory);
     enum kind kind = kind_of((enum dtype)a->pool.dtype);
     if (a->pool.is_int8 && kind != KIND_BF16_DOT) kind = KIND_F32;
-    if (kind == KIND_F32)
+    if (kind == KIND_F32) {
         attend_as(a, task, &s, KIND_F32);
-    else if (kind == KIND_F16)
+    } else if (kind == KIND_F16) {
         attend_as(a, task, &s, KIND_F16);
-    else if (has_tiled_heads(a))
+    } else {
         attend_as(a, task, &s, HAS_TILES ? KIND_TILES : kind_of(DT_BF16));
-    else
-        attend_as(a, task, &s, kind_of(DT_BF16));
-    if (has_tiled_heads(a)) tile_release();
+        tile_release();
+    }
 }
 
 /* Join the records of all parts, which cover the keys of one set of rows from first to last. */
