@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from itertools import cycle
+from collections.abc import Iterator
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from test_attention import empty_pools, make_batch, make_tables
 
 from engine.core.errors import ConfigError
+from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.execution.device import load_kernels
+from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.native import build, library, tiles
 from engine.runtime.native.build import Isa, best_isa, machine_isas
-from engine.runtime.native.library import Library, WeightFormat, choose_kernels, native
-from engine.runtime.native.tiles import sum_as_tiles
+from engine.runtime.native.library import DTYPES, GemmArgs, Library, LinearArgs, WeightFormat, choose_kernels, native
+from engine.runtime.native.ops import FLOAT_FORMATS
+from engine.runtime.native.tiles import random_weights, sum_as_tiles
 from engine.system.host_limits import processor_name
-from tests.cpu.native_linears import int8, packed
-from tests.cpu.tile_model import tile_model
+from tests.cpu.native_linears import packed
+from tests.cpu.tile_model import tile_model, trapped_tiles
 
 LEAST = 2.0**-126  # the least normal float32; what is smaller is 0 on tiles
 
@@ -57,20 +60,77 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     assert torch.equal(found[others], expected[others])
 
 
-@pytest.mark.parametrize("make", [packed, int8])
-def test_the_machine_does_what_the_model_does(make: Callable[..., Callable[..., Tensor]]) -> None:
-    if Isa.AMX not in machine_isas():
-        pytest.skip("this machine has no AMX: its kernels are proven by a model alone")
-    choose_kernels("amx")
-    machine = native()
-    assert machine is not None
-    torch.manual_seed(1)
-    weight = torch.randn(200, 1500).bfloat16()
-    real, model = make(machine, weight), make(tile_model(), weight)
-    for num_rows in (1, 7, 8, 33, 200):
-        x = (torch.randn(num_rows, 1500) * 10.0 ** torch.randint(-39, 30, (1, 1500))).bfloat16()
-        assert torch.equal(real(x, torch.float32), model(x, torch.float32))
-    choose_kernels("auto")
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
+    """The code that a machine with tiles runs: on one, or with a handler of the traps that its instructions are elsewhere."""
+    if Isa.AMX in machine_isas():
+        choose_kernels("amx")
+        found = native()
+        assert found is not None
+        yield found
+        choose_kernels("auto")
+    else:
+        found, traps = trapped_tiles(tmp_path_factory.mktemp("traps"))
+        yield found
+        assert traps.num_threads_with_tiles() == 0  # each call gives back what it took
+
+
+@pytest.fixture
+def both(machine: Library) -> Iterator[tuple[Library, Library]]:
+    """The same beside the model, whose products take tiles for any number of rows."""
+    libraries = machine, tile_model()
+    for each, weight_format in product(libraries, WeightFormat):
+        each.use_tiles(weight_format, 1)
+    yield libraries
+    for each, weight_format in product(libraries, WeightFormat):
+        each.use_tiles(weight_format, 0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 33])
+def test_the_machine_multiplies_as_the_model_does(both: tuple[Library, Library], num_rows: int) -> None:
+    torch.manual_seed(num_rows)
+    weight = torch.randn(70, 700).bfloat16()
+    x = (torch.randn(num_rows, 700) * 10.0 ** torch.randint(-39, 30, (1, 700))).bfloat16()
+    real, model = (packed(each, weight)(x, torch.float32) for each in both)
+    assert real.isfinite().all()
+    assert torch.equal(real, model)
+
+
+@pytest.mark.parametrize("weight_format", [each for each in WeightFormat if each not in FLOAT_FORMATS.values()])
+def test_the_machine_multiplies_each_format_as_the_model_does(
+    both: tuple[Library, Library], weight_format: WeightFormat
+) -> None:
+    """For a panel, a tile of rows and SUPER blocks, and a little more of each."""
+    num_rows, num_outputs, num_inputs = 17, 40, 272
+    x = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+    results = [torch.empty(num_rows, num_outputs) for _ in both]
+    for library, y in zip(both, results, strict=True):
+        packed, scales = random_weights(library, weight_format, num_outputs, num_inputs)
+        addresses = packed.data_ptr(), scales.data_ptr(), None
+        linear = LinearArgs(*addresses, num_outputs, num_inputs, weight_format, DTYPES[torch.bfloat16], 0)
+        library.gemm(GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), num_rows, num_inputs, num_outputs))
+    assert results[0].isfinite().all()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 112])
+def test_the_machine_attends_as_the_model_does(both: tuple[Library, Library], head_dim: int) -> None:
+    """Prompts and decode steps, on several threads, each of which shapes its tiles."""
+    torch.manual_seed(head_dim)
+    spec, steps = AttentionSpec(6, 2, head_dim, 0.2), [(0, 19), (0, 70), (0, 1)]
+    tables, total = make_tables(steps, 16, is_scattered=True), sum(num for _, num in steps)
+    q, k, v = (torch.randn(total, heads, head_dim).bfloat16() for heads in (6, 2, 2))
+    outputs = []
+    for library in both:
+        library.use_threads(3)
+        backend = CpuNativeAttention()
+        backend._library = library
+        pools = empty_pools(backend, spec, 96, 16, torch.bfloat16)
+        backend.prepare(make_batch(steps, tables, 16))
+        outputs.append(backend.attend(spec, q, k, v, *pools))
+        library.use_threads(1)
+    assert outputs[0].isfinite().all()
+    assert torch.equal(*outputs)
 
 
 @pytest.fixture

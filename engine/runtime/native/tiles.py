@@ -63,10 +63,8 @@ def _least_rows(library: Library, weight_format: WeightFormat) -> int:
     """Return the rows from which tiles win with random weights, 0 if they compute something else."""
     if weight_format in FLOAT_FORMATS.values():
         return NEVER  # tiles are taken for any number
-    random = torch.Generator().manual_seed(0)
-    num_bytes = library.quant_bytes(weight_format, _NUM_OUTPUTS, _NUM_INPUTS)
-    packed = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=random) & 0x3B  # so that scales are finite
-    scales, least = torch.ones(_NUM_OUTPUTS), NEVER
+    random, least = torch.Generator().manual_seed(0), NEVER
+    packed, scales = random_weights(library, weight_format, _NUM_OUTPUTS, _NUM_INPUTS)
     addresses = packed.data_ptr(), scales.data_ptr(), None
     linear = LinearArgs(*addresses, _NUM_OUTPUTS, _NUM_INPUTS, weight_format, DTYPES[torch.bfloat16], 0)
     for num in _ROWS:
@@ -82,6 +80,15 @@ def _least_rows(library: Library, weight_format: WeightFormat) -> int:
             break
         least = num
     return least
+
+
+def random_weights(
+    library: Library, weight_format: WeightFormat, num_outputs: int, num_inputs: int
+) -> tuple[Tensor, Tensor]:
+    """Return packed codes whose scales are finite, and the scales of rows."""
+    random, num_bytes = torch.Generator().manual_seed(0), library.quant_bytes(weight_format, num_outputs, num_inputs)
+    packed = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=random) & 0x3B
+    return packed, torch.ones(num_outputs)
 
 
 def _has_order(library: Library) -> bool:
