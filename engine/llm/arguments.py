@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache, wraps
+from inspect import Parameter, signature
+from typing import Any, TypeVar, get_type_hints
 
-from engine.core.errors import ClientError, ConfigError, InvalidRequestError
+from typing_extensions import ParamSpec
+
+from engine.core.errors import ClientError, ConfigError, InvalidRequestError, QuireError, shorten
 from engine.llm.params import SamplingParams
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
-from engine.settings.setting import declared, expand, names_of
+from engine.settings.setting import declared, expand, names_of, wrong_kind
 from engine.system.similar import closest
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +28,31 @@ _OF_THE_DAEMON = frozenset(
     | {"allowed_media_domains"}
 )
 _IN_CALLS = {"pooling": "LLM.embed"}  # which take it
+
+
+def typed(error: type[QuireError]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator of functions that raise `error` for an argument of none of its annotated types."""
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        hints = cache(lambda: get_type_hints(call))
+
+        @wraps(call)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            form = signature(call)
+            for name, value in form.bind(*args, **kwargs).arguments.items():
+                if value is not None or form.parameters[name].default is Parameter.empty:
+                    check_kind(name, value, hints().get(name), error)
+            return call(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def check_kind(name: str, value: object, annotation: Any, error: type[QuireError] = InvalidRequestError) -> None:
+    """Raise `error` for a value of none of the annotated types."""
+    if wanted := wrong_kind(annotation, value):
+        raise error(f"{name} is {shorten(repr(value))}; {wanted}.")
 
 
 def engine_config(path: str, given: Mapping[str, Any]) -> EngineConfig:
@@ -52,8 +84,6 @@ def engine_config(path: str, given: Mapping[str, Any]) -> EngineConfig:
 
 def adapters_of(modules: Mapping[str, str] | None) -> tuple[LoraModule, ...]:
     """Return the adapters of LLM(lora_modules=...). Raises ConfigError."""
-    if not isinstance(modules, Mapping | None):
-        raise ConfigError(f"lora_modules is {modules!r}; give a dict of names and folders.")
     return tuple(LoraModule(name, str(path)) for name, path in (modules or {}).items())
 
 
@@ -82,7 +112,9 @@ def for_each(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int, priority: Sequence[int] | None = None
 ) -> list[SamplingParams]:
     """Return one set of parameters for each prompt, with its priority."""
-    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
+    each = (
+        list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * num_prompts
+    )
     if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
         message = f"sampling_params has a {type(wrong[0]).__name__}; give SamplingParams, one for all or one each."
         raise InvalidRequestError(message, param="sampling_params")
@@ -93,6 +125,7 @@ def for_each(
         )
     if priority is None:
         return each
+    priority = list(priority)
     if len(priority) != num_prompts:
         raise InvalidRequestError(
             f"There are {num_prompts} prompts and {len(priority)} priorities; give one each.", param="priority"

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from engine.core.errors import InvalidRequestError, OverloadedError, ShuttingDownError
+from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.scheduling.admission import check_request
 from engine.core.types import AbortCause, Adapter, GrammarKey, Params, Request, StepEvents, TokenEvent
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
-from engine.llm.arguments import adapters_of, check_choice, engine_config, for_each, naming
+from engine.llm.arguments import adapters_of, check_choice, check_kind, engine_config, for_each, naming, typed
 from engine.llm.job import (
     BeamSearchOutput,
     Job,
@@ -75,6 +75,7 @@ class LLM(VectorMethods):
     `override_generation_config` sets others. Raises ConfigError, ModelLoadError or MemoryBudgetError.
     """
 
+    @typed(ConfigError)
     def __init__(
         self,
         model: str | None = None,
@@ -150,6 +151,7 @@ class LLM(VectorMethods):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(missing("LLM", name))
 
+    @typed(InvalidRequestError)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -173,6 +175,7 @@ class LLM(VectorMethods):
         makers = [partial(self._continuation, *one, adapter) for one in zip(prompts, each, strict=True)]
         return [job.output() for job in self._run(makers, progress)]
 
+    @typed(InvalidRequestError)
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -196,10 +199,12 @@ class LLM(VectorMethods):
         `message` continues the conversation.
         """
         progress, lora = refuse_arguments("chat", others, progress, lora)
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if is_one else messages
+        given: list[Any] = list(messages)
+        conversations = [given] if given and isinstance(given[0], Mapping) else given
+        for one in conversations:
+            check_kind("messages", one, Messages)
         shared = {
-            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "tools": None if tools is None else [dict(tool) if isinstance(tool, Mapping) else tool for tool in tools],
             "tool_choice": dict(tool_choice) if isinstance(tool_choice, Mapping) else tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
             "reasoning_effort": reasoning_effort,
@@ -215,11 +220,14 @@ class LLM(VectorMethods):
         ]
         return [job.output() for job in self._run(makers, progress)]
 
+    @typed(InvalidRequestError)
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, lora: str | None = None, **others: Any
     ) -> list[BeamSearchOutput]:
         """Return the best continuations of each prompt, as vLLM's method does: texts and tokens begin with the prompt."""
         progress, lora = refuse_arguments("beam_search", others, progress=False, lora=lora)
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(f"params is a {type(params).__name__}; give BeamSearchParams.", param="params")
         outputs = self.generate(prompts, params.to_sampling(), lora=lora, progress=progress)
         return [beam_output(output, self._tokenizer) for output in outputs]
 
@@ -246,7 +254,7 @@ class LLM(VectorMethods):
         return jobs
 
     def _adapter(self, name: str | None) -> Adapter | None:
-        loaded = None if name is None else self._engine.adapters.get(name)
+        loaded = None if name is None else self._engine.adapters.get(str(name))
         if name is not None and loaded is None:
             known = ", ".join(self._engine.adapters) or "none"
             raise InvalidRequestError(

@@ -81,7 +81,7 @@ class BeamSearchParams:
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
             temperature=self.temperature,
-            length_penalty=float(self.length_penalty),
+            length_penalty=self.length_penalty,
             include_stop_str_in_output=self.include_stop_str_in_output,
             logprobs=0,
         )

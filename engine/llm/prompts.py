@@ -70,7 +70,7 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
     given = {name: value for name, value in prompt.items() if value is not None}
     if unknown := given.keys() - set(_KEYS):
         raise InvalidRequestError(
-            f"A prompt has the key {min(unknown)!r}, which is not read; give {', '.join(_KEYS)}.",
+            f"A prompt has the key {min(unknown, key=str)!r}, which is not read; give {', '.join(_KEYS)}.",
             param="prompts",
         )
     text, ids, salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt", "")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import Adapter, Params, Pooling, PoolingParams
 from engine.core.types import SamplingParams as EngineParams
-from engine.llm.arguments import check_choice
+from engine.llm.arguments import check_choice, typed
 from engine.llm.job import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -64,6 +64,7 @@ class VectorMethods(ABC):
     def _job(self, read: ReadPrompt, ids: Sequence[int], params: Params, rules: TextRules, body: QueueFields) -> Job:
         """Return the job of a prompt."""
 
+    @typed(InvalidRequestError)
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -95,6 +96,7 @@ class VectorMethods(ABC):
             for job, vector in zip(jobs, vectors, strict=True)
         ]
 
+    @typed(InvalidRequestError)
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -121,6 +123,7 @@ class VectorMethods(ABC):
             for job in jobs
         ]
 
+    @typed(InvalidRequestError)
     def rerank(
         self,
         query: str,
@@ -136,8 +139,6 @@ class VectorMethods(ABC):
         progress, lora = refuse_arguments("rerank", others, progress, lora)
         VectorReader(self._limits).require_relevance()
         texts = _texts("documents", documents)
-        if not isinstance(query, str):
-            raise InvalidRequestError(f"query is a {type(query).__name__}; it must be a text.", param="query")
         if not texts:
             raise InvalidRequestError("There are no documents; give at least one.", param="documents")
         types = "query", "document"
@@ -145,6 +146,7 @@ class VectorMethods(ABC):
         ranked = [RankedDocument(index, each.outputs.score, texts[index]) for index, each in enumerate(found)]
         return sorted(ranked, key=lambda each: -each.score)[:top_n]
 
+    @typed(InvalidRequestError)
     def score(
         self,
         text_1: str | Sequence[str],
@@ -237,7 +239,7 @@ class VectorMethods(ABC):
 
 def _texts(name: str, given: str | Sequence[str]) -> list[str]:
     """Return an argument's texts. Raises InvalidRequestError."""
-    texts = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [None]
+    texts = [given] if isinstance(given, str) else list(given)
     if all(isinstance(text, str) for text in texts):
         return texts
     raise InvalidRequestError(f"{name} must be a text or a list of texts.", param=name)

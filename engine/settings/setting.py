@@ -14,7 +14,9 @@ from functools import lru_cache
 from math import isfinite
 from numbers import Integral, Real
 from operator import ge, gt, le, lt
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from engine.core.errors import ConfigError
 from engine.system.similar import closest
@@ -113,7 +115,7 @@ def fault(each: Declared, value: Any) -> str:
         return ""
     if setting.choices:
         return "" if value in setting.choices else f"choose one of {', '.join(setting.choices)}"
-    if wanted := _wrong_kind(each.type, value):
+    if wanted := wrong_kind(each.type, value):
         return wanted
     for bound, is_kept, words in (
         (setting.at_least, ge, "at least"),
@@ -126,14 +128,19 @@ def fault(each: Declared, value: Any) -> str:
     return "it must be a finite number" if isinstance(value, float) and not isfinite(value) else ""
 
 
-def _wrong_kind(annotation: Any, value: object) -> str:
-    """Return what a value must be, or "" for one of its setting's type; texts and lists are not looked at."""
-    kinds = {get_origin(each) or each for each in (annotation, *get_args(annotation))}
-    for kind, kept in ((bool, bool), (int, Integral), (float, Real), (Mapping, Mapping)):
-        if kind in kinds and str not in kinds:
-            is_right = isinstance(value, kept) and isinstance(value, bool) == (kind is bool)
-            return "" if is_right else f"it must be {_KINDS[kind.__name__]}"
-    return ""
+def wrong_kind(annotation: Any, value: object) -> str:
+    """Return what a value must be, or "" for one of the annotated types, or if one of these is not in _KEPT."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = [get_origin(each) or each for each in members if each is not NoneType]
+    if any(kind not in _KEPT or _is_kept(kind, value) for kind in kinds):
+        return ""
+    return f"it must be {' or '.join(dict.fromkeys(_KINDS[kind.__name__] for kind in kinds))}"
+
+
+def _is_kept(kind: type, value: object) -> bool:
+    if kind is Sequence and isinstance(value, str | bytes | Mapping):
+        return False
+    return isinstance(value, _KEPT[kind]) and isinstance(value, bool) == (kind is bool)
 
 
 def describe(value: Any) -> str:
@@ -172,12 +179,22 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
     return values
 
 
+# What passes for each type: a number of NumPy is one, a path is a text, and what can be iterated is a list.
+_KEPT: Mapping[type, Any] = {
+    bool: bool,
+    int: Integral,
+    float: Real,
+    str: (str, Path),
+    Mapping: Mapping,
+    Sequence: Iterable,
+}
 _KINDS = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
     "str": "a string",
     "Mapping": "a JSON object",
+    "Sequence": "a list",
 }
 
 

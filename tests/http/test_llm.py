@@ -405,8 +405,12 @@ def test_engine_flags_reach_the_engine(workshop: Workshop) -> None:
         ({"gpu_memory_utilization": "x"}, "--gpu-memory-utilization is 'x'; it must be a number"),
         ({"enforce_eager": "no"}, "--enforce-eager is 'no'; it must be true or false"),
         ({"hf_overrides": 3}, "--hf-overrides is 3; it must be a JSON object"),
-        ({"override_generation_config": 3}, "--override-generation-config is 3; it must be a JSON object"),
-        ({"lora_modules": ["a=/b"]}, "lora_modules is .*; give a dict of names and folders"),
+        ({"override_generation_config": 3}, "override_generation_config is 3; it must be a JSON object"),
+        ({"lora_modules": ["a=/b"]}, "lora_modules is .*; it must be a JSON object"),
+        ({"model": 3}, "model is 3; it must be a string"),
+        ({"tokenizer": []}, r"tokenizer is \[\]; it must be a string"),
+        ({"max_logprobs": "x"}, "max_logprobs is 'x'; it must be a whole number"),
+        ({"override_generation_config": {1: 2, "x": 3}}, "has no key 1"),
         ({"tool_call_parser": "hermess"}, "tool_call_parser is 'hermess'"),
         ({"reasoning_parser": "qwen"}, "choose auto, none, .*qwen3"),
     ):
@@ -430,3 +434,34 @@ def test_a_prompt_that_cannot_be_in_time_is_dropped_alone(workshop: Workshop) ->
         *fine, late = llm.generate(["hello|"] * len(params), params)
     assert {output.outputs[0].text for output in fine} == {"hel"}
     assert (late.outputs[0].text, late.outputs[0].finish_reason) == ("", "dropped")
+
+
+def test_an_argument_of_another_type_is_named(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    for call, arguments, sentence in (
+        (llm.generate, {"prompts": "a", "priority": 3}, "priority is 3; it must be a list"),
+        (llm.generate, {"prompts": "a", "lora": []}, r"lora is \[\]; it must be a string"),
+        (llm.generate, {"prompts": "a", "sampling_params": 0}, "sampling_params has a int"),
+        (llm.generate, {"prompts": {1: "a", "x": "b"}}, "the key 1, which is not read"),
+        (llm.generate, {"prompts": "a", "lora_request": []}, r"lora is \[\]"),
+        (llm.chat, {"messages": 3}, "messages is 3; it must be a list"),
+        (llm.chat, {"messages": conversation[0]}, "messages is {.*}; it must be a list"),
+        (llm.chat, {"messages": [None]}, "messages is None; it must be a list"),
+        (llm.chat, {"messages": [conversation, 3]}, "messages is 3; it must be a list"),
+        (llm.chat, {"messages": conversation, "tools": 3}, "tools is 3; it must be a list"),
+        (llm.chat, {"messages": conversation, "tools": [3]}, "tools.0: Input should be an object"),
+        (llm.chat, {"messages": conversation, "chat_template_kwargs": ["a"]}, "it must be a JSON object"),
+        (llm.embed, {"prompts": "a", "dimensions": "x"}, "dimensions is 'x'; it must be a whole number"),
+        (
+            llm.embed,
+            {"prompts": "a", "truncate_prompt_tokens": 1.5},
+            r"truncate_prompt_tokens is 1\.5; it must be a whole",
+        ),
+        (llm.embed, {"prompts": "a", "input_type": {}}, "input_type is {}; it must be a string"),
+        (llm.embed, {"prompts": "a", "normalize": "no"}, "normalize is 'no'; it must be true or false"),
+        (llm.rerank, {"query": 3, "documents": ["a"]}, "query is 3; it must be a string"),
+        (llm.rerank, {"query": "a", "documents": ["a"], "top_n": "x"}, "top_n is 'x'; it must be a whole number"),
+        (llm.beam_search, {"prompts": "a", "params": 3}, "params is a int; give BeamSearchParams"),
+    ):
+        with pytest.raises(InvalidRequestError, match=sentence):
+            call(**arguments)  # type: ignore[operator]

@@ -131,7 +131,7 @@ def test_vectors_scores_and_beams(llm: LLM) -> None:
     for arguments, sentence in (
         ({"text_1": "a", "text_2": ""}, "text_2 has an empty text, which has no likelihood"),
         ({"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
-        ({"text_1": "a", "text_2": 3}, "text_2 must be a text or a list of texts"),
+        ({"text_1": "a", "text_2": 3}, "text_2 is 3; it must be a string or a list"),
         ({"text_1": ["a", 3], "text_2": "b"}, "text_1 must be a text or a list of texts"),
     ):
         with pytest.raises(InvalidRequestError, match=sentence):

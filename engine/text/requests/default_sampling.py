@@ -29,7 +29,7 @@ def check_sampling_source(source: str, override: Mapping[str, Any] | None) -> No
     if not isinstance(given, Mapping):
         raise ConfigError(f"{_OVERRIDE} is {given!r}; it must be a JSON object.")
     if unknown := given.keys() - {*known, "do_sample"}:
-        raise unknown_key(_OVERRIDE, min(unknown), known)
+        raise unknown_key(_OVERRIDE, min(unknown, key=str), known)
     sampling_of(given, SamplingDefaults(), _OVERRIDE)
 
 
