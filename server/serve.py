@@ -35,8 +35,8 @@ from engine.files.gguf_header import forget_headers
 from engine.settings.engine_config import EngineConfig
 from engine.settings.setting import to_flag
 from engine.sources.draft_source import fetch_models
-from engine.sources.model_source import check_tokenizer_source, fetch, find_model, local_path
-from engine.startup.ahead import WeightMemory, begin_weights, load_torch_libraries, runs_on_cpu
+from engine.sources.model_source import check_embedded, check_tokenizer_source, fetch, find_model, local_path
+from engine.startup.ahead import WeightMemory, begin_weights, runs_on_cpu
 from engine.startup.model_check import ModelFacts, check_model
 from engine.system.cache_folder import foreseen
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
@@ -80,7 +80,6 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(settings.log_level, settings.log_format, settings.uvicorn_log_level)
     faulthandler.register(signal.SIGUSR1, file=2)  # writes every thread's stack, even if the event loop hangs
     gc.disable()  # objects made at start-up stay: collecting among them took 0.3 s; hide_from_collector enables it
-    load_torch_libraries()
     if settings.remarks:
         log.info("no effect here: %s", "; ".join(settings.remarks))
     try:
@@ -313,13 +312,18 @@ def _begin(plans: Sequence[_Plan]) -> WeightMemory | None:
     """Import FastAPI and torch, while memory for the weights of the first model gets its pages, which is returned.
 
     The HTTP side comes after torch, although it would answer sooner: then weights are packed beside its imports.
+    Raises ModelLoadError if the embedded model is corrupt.
     """
     first = next(plan for plan in plans if plan.at_start)
     is_here = first.model.is_native and local_path(first.engine.model) is not None
     memory = begin_weights(first.engine) if is_here else None
-    import_http()
-    import engine.startup.build  # noqa: F401 - imported for its duration
+    with ThreadPoolExecutor(1) as aside:
+        checks = [aside.submit(check_embedded, plan.engine.model) for plan in plans if plan.serve.model is None]
+        import_http()
+        import engine.startup.build  # noqa: F401 - imported for its duration
 
+        for check in checks:
+            check.result()
     return memory
 
 
@@ -388,7 +392,7 @@ def _load(
 
         main thread                         the loader's thread                      other threads, in C
         settings, port, the model's header                                           torch's libraries are loaded
-        FastAPI, torch, engine.build                                                 memory for weights gets its pages
+        FastAPI, torch, engine.build                                                 memory for weights gets its pages, the digest
         HTTP side, event loop               build_engine: matrices, pool, warm-up    weights are packed (native/packer.py)
                                             tokenizer, on one more
 

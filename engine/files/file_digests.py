@@ -23,7 +23,7 @@ from engine.system.host_limits import usable_cpus
 from engine.system.regular_file import check_regular, read_json, reason
 
 _PIECE_BYTES = 16 << 20
-_READ_BYTES = 1 << 20
+_READ_BYTES = 4 << 20  # a thread waits for the GIL twice for each
 _MAX_THREADS = 4
 _VERSION = 1  # of the tree of pieces, and of the file in the cache
 _MAX_KEPT = 2048  # digests

@@ -38,7 +38,7 @@ from engine.llm.prompts import Prompt, ReadPrompt, listed, read_prompt, with_add
 from engine.llm.unserved import missing, refuse_arguments
 from engine.llm.vectors import VectorMethods
 from engine.sources.draft_source import fetch_models
-from engine.sources.model_source import find_model
+from engine.sources.model_source import check_embedded, find_model
 from engine.startup.ahead import begin_weights
 from engine.startup.model_check import check_model
 from engine.system.progress import StartupProgress, run_bars
@@ -97,6 +97,8 @@ class LLM(VectorMethods):
         check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
         source = find_model(model)
+        if model is None:
+            check_embedded(source.path)
         config = engine_config(source.path, {"lora_modules": adapters_of(lora_modules), **engine})
         check_model(config, has_tokenizer=tokenizer is not None)
         from engine.startup.build import build_engine  # torch, seconds

@@ -106,8 +106,17 @@ def test_torchs_libraries_may_be_loaded_ahead() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("use", ["find_spec('transformers')", "torch._meta_registrations.device_hint"])
-def test_what_meta_tensors_need_is_imported_when_it_is_used(use: str) -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        "find_spec('transformers')",
+        "import torch.ao.quantization",
+        "torch._meta_registrations.device_hint",
+        "assert torch.vmap(torch.sin)(torch.zeros(2)).shape == (2,)",
+        "torch.compile(lambda x: x + 1, backend='eager')(torch.zeros(1, device='meta'))",
+    ],
+)
+def test_what_torch_needs_of_itself_is_imported_when_it_is_used(use: str) -> None:
     """Runs in a new process, because this one has torch."""
     code = f"""
 import sys
@@ -118,12 +127,13 @@ load_torch_libraries()
 import_http()
 import pydantic, torch
 assert "defer_build" not in pydantic.BaseModel.model_config
-assert not hasattr(sys.modules["torch._meta_registrations"], "__file__")
+late = [name for name, each in sys.modules.items() if type(getattr(each, "__loader__", None)).__name__ == "_Later"]
 {use}
-print(hasattr(sys.modules["torch._meta_registrations"], "__file__"), torch._meta_registrations.device_hint.__name__)
+print(len(late) > 9, all(hasattr(sys.modules[name], "__file__") for name in late), torch.vmap is torch.func.vmap)
+print(torch._meta_registrations.device_hint.__name__, torch.cond is torch._higher_order_ops.cond)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "device_hint"]
+    assert done.stdout.split() == ["True", "True", "True", "device_hint", "True"]
 
 
 def packed(model: object) -> list[bytes]:

@@ -18,7 +18,7 @@ from engine.llm.arguments import engine_config
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.settings.setting import declared, names_of, to_flag
 from engine.settings.setting import fault as fault_of
-from engine.sources.model_source import find_model
+from engine.sources.model_source import check_embedded, find_model
 from server.settings.app_config import AppConfig
 from server.settings.files import read_yaml
 from server.settings.flags import GROUPS, load_settings, make_parser, name_origins
@@ -604,3 +604,13 @@ def test_what_a_mapping_is_merged_from_may_be_merged_again(tmp_path: Path) -> No
     file = tmp_path / "some.yaml"
     file.write_text("y: {x: &x {<<: &b {p: 1, q: 1}, p: 2}}\nz: {<<: *x, p: 3}\nw: {1: a, '1': b}")
     assert read_yaml("--config", file) == {"y": {"x": {"p": 2, "q": 1}}, "z": {"p": 3, "q": 1}, "w": {1: "a", "1": "b"}}
+
+
+def test_an_embedded_model_with_a_bit_flipped_is_refused_with_the_way_to_install_it_again(tmp_path: Path) -> None:
+    whole = Path(find_model(None).path)
+    check_embedded(str(whole))
+    content = bytearray(whole.read_bytes())
+    content[-1] ^= 1
+    (tmp_path / whole.name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"is corrupt: its sha256 is .* --force-reinstall"):
+        check_embedded(str(tmp_path / whole.name))
