@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from itertools import cycle, product
 from pathlib import Path
+from platform import machine as machine_kind
 
 import pytest
 import torch
@@ -182,6 +185,16 @@ def test_an_order_of_sums_that_is_not_expected_is_found(monkeypatch: pytest.Monk
     assert tiles._has_order(tile_model())
     if (other := native()) is not None and other.isa is not Isa.AMX:
         assert not tiles._has_order(other)
+
+
+@pytest.mark.parametrize("compiler", build._COMPILERS)
+def test_each_compiler_knows_that_there_are_tiles(compiler: str) -> None:
+    if shutil.which(compiler) is None or machine_kind() != "x86_64":
+        pytest.skip(f"needs {compiler} for x86")
+    options = build._OPTIONS["x86_64"]["amx"].split()
+    command = (compiler, *options, "-dM", "-E", str(build._HERE / "vec.h"))
+    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "#define TILES " in macros
 
 
 def test_tiles_are_refused_where_there_are_none() -> None:

@@ -29,8 +29,8 @@
 #if !defined(PORTABLE_BITS) && (defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define BF16_DOT /* products of pairs of bfloat16 */
 #endif
-#if !defined(PORTABLE_BITS) && (defined(__AMX_TILE__) || defined(TILE_MODEL))
-#define TILES /* registers of sixteen rows (tiles.h) */
+#if !defined(PORTABLE_BITS) && (defined(__AMX_TILE__) || defined(__AMXTILE__) || defined(TILE_MODEL))
+#define TILES /* registers of sixteen rows (tiles.h); the second name is Clang 14's */
 #endif
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define VNNI_DOT /* products of bytes */
