@@ -364,13 +364,13 @@ INLINE void attend_as(const struct attend_args *a, const struct attend_task *tas
 void attend(const struct attend_args *a, const struct attend_task *task, void *memory) {
     struct scratch s = carve(a, memory);
     enum kind kind = kind_of((enum dtype)a->pool.dtype);
-    if (a->pool.is_int8 && kind != KIND_BF16_DOT) kind = KIND_F32;
+    if (a->pool.is_int8 && kind < KIND_BF16_DOT) kind = KIND_F32;
     if (kind == KIND_F32) {
         attend_as(a, task, &s, KIND_F32);
     } else if (kind == KIND_F16) {
         attend_as(a, task, &s, KIND_F16);
     } else {
-        attend_as(a, task, &s, HAS_TILES ? KIND_TILES : kind_of(DT_BF16));
+        attend_as(a, task, &s, kind_of(DT_BF16));
         tile_release();
     }
 }

@@ -112,7 +112,7 @@ __attribute__((noinline)) static void score_strip(enum kind kind, size_t num, co
         if (R > STRIP_ROWS) break;                                                       \
         if (kind == KIND_F32) score_chunk(KIND_F32, R, rows, c, dim, scores);            \
         else if (kind == KIND_F16) score_chunk(KIND_F16, R, rows, c, dim, scores);       \
-        else if (!HAS_TILES) score_chunk(kind_of(DT_BF16), R, rows, c, dim, scores);     \
+        else if (!HAS_TILES) score_chunk(KIND_OF_PAIRS, R, rows, c, dim, scores);        \
         break;
     switch (num) { EACH_STRIP_SIZE(SCORE) }
 #undef SCORE
@@ -125,7 +125,7 @@ __attribute__((noinline)) static void weigh_strip(enum kind kind, size_t num, co
         if (R > STRIP_ROWS) break;                                                             \
         if (kind == KIND_F32) weigh_chunk(KIND_F32, R, weights, fade, sums, c, dim);           \
         else if (kind == KIND_F16) weigh_chunk(KIND_F16, R, weights, fade, sums, c, dim);      \
-        else if (!HAS_TILES) weigh_chunk(kind_of(DT_BF16), R, weights, fade, sums, c, dim);    \
+        else if (!HAS_TILES) weigh_chunk(KIND_OF_PAIRS, R, weights, fade, sums, c, dim);       \
         break;
     switch (num) { EACH_STRIP_SIZE(WEIGH) }
 #undef WEIGH

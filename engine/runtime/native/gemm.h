@@ -16,7 +16,6 @@ enum {
 };
 
 INLINE enum kind kind_of_weight(const struct gemm_args *a) {
-    if (HAS_TILES && a->w.format != WEIGHT_F32) return KIND_TILES;
     return kind_of(a->w.format == WEIGHT_F32 ? DT_F32 : DT_BF16);
 }
 
@@ -173,7 +172,7 @@ static void panel_dot_group(enum kind kind, int64_t num_rows, const uint32_t *pa
     case R:                                                                                                       \
         if (R > GROUP) break;                                                                                     \
         if (kind == KIND_F32) panel_dot(KIND_F32, R, panel, rows, lanes, sums, is_first, ahead, lines);           \
-        else panel_dot(kind_of(DT_BF16), R, panel, rows, lanes, sums, is_first, ahead, lines);                    \
+        else if (!HAS_TILES) panel_dot(KIND_OF_PAIRS, R, panel, rows, lanes, sums, is_first, ahead, lines);       \
         break;
     switch (num_rows) { EACH_GROUP_SIZE(DOT_CASE) }
 #undef DOT_CASE
@@ -201,14 +200,14 @@ INLINE void low_dot(enum kind kind, int R, const uint32_t *panel, const char *ro
 }
 
 static void low_dot_rows(const struct linear *up, int64_t num, int64_t panel, const char *rows, float *sums) {
-    enum kind kind = kind_of(up->format == WEIGHT_F32 ? DT_F32 : DT_BF16);
+    enum kind kind = up->format == WEIGHT_F32 ? KIND_F32 : KIND_OF_PAIRS;
     size_t lanes = (size_t)up->k / pair_of(kind), stride = lanes * row_lane_bytes(kind);
     const uint32_t *from = (const uint32_t *)up->packed + (size_t)panel * lanes * PANEL;
 #define LOW_CASE(R)                                                                                \
     case R:                                                                                        \
         if (R > GROUP) break;                                                                      \
         if (kind == KIND_F32) low_dot(KIND_F32, R, from, rows, stride, lanes, sums);               \
-        else low_dot(kind_of(DT_BF16), R, from, rows, stride, lanes, sums);                        \
+        else low_dot(KIND_OF_PAIRS, R, from, rows, stride, lanes, sums);                           \
         break;
     switch (num) { EACH_GROUP_SIZE(LOW_CASE) }
 #undef LOW_CASE
