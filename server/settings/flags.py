@@ -230,6 +230,8 @@ _WANTED = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "string_type": "a string",
+    "path_type": "a path",
+    "tuple_type": "a list",
     "byte_size": "a size such as 2GiB, 512MB or 1048576",
     "byte_size_unit": "a size such as 2GiB, 512MB or 1048576",
 }
@@ -239,6 +241,7 @@ def _sentence(error: ErrorDetails, origins: Mapping[str, str]) -> str:
     """Return the sentence for a fault that pydantic found."""
     name = str(error["loc"][0])
     each = next(each for each in DECLARED if each.name == name)
-    value = "not understood" if each.setting.is_secret else repr(error["input"])
+    is_hidden = each.setting.is_secret or error["type"] == "path_type"  # which may be tenants with their keys
+    value = "not understood" if is_hidden else repr(error["input"])
     wanted = f"it must be {_WANTED[error['type']]}" if error["type"] in _WANTED else error["msg"]
     return f"{each.spelling} is {value}{_set_by(name, origins)}; {wanted}."

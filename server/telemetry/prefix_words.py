@@ -19,7 +19,7 @@ def in_words(end: PrefixEnd, tokenizer: TextTokenizer, *, has_states: bool, show
     tag = "" if fork is None else f"your earlier request {fork.earlier.tag}"
     common = "" if fork is None else f"{fork.num_common:,} tokens"
     words = {
-        Cause.EXTENDED: f"All that {tag} has in common was reused, {common}.",
+        Cause.EXTENDED: f"All whole blocks were reused of what {tag} has in common, {common}.",
         Cause.NEW: f"Nothing earlier goes on like this prompt after token {at}.",
         Cause.BROKEN: f"The prefix broke at token {at} of {tag}",
         Cause.ANSWER: f"The prompt leaves {tag} in its answer, at token {at}",

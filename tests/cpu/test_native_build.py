@@ -79,6 +79,21 @@ def test_every_compiled_file_is_reported(compiler: Compiler) -> None:
     assert seen == [(number, num_files) for number in range(num_files + 1)]
 
 
+def test_a_start_that_is_stopped_waits_for_the_files_that_have_begun(compiler: Compiler) -> None:
+    log = compiler(WRITES_ITS_OUTPUT)
+
+    def stop(done: int, _: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "usable_cpus", lambda: 1)
+        build.find_library("portable", stop)
+    num_files = len(list(Path(build.__file__).parent.glob("*.c")))
+    assert len(log.read_text().splitlines()) < num_files
+    assert list(build._cache_of(str(build.find_compiler())).iterdir()) == []
+
+
 COMPILES = """
 import sys
 from pathlib import Path

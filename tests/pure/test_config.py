@@ -595,6 +595,8 @@ def test_secrets_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file.write_text("api-key: {a: sk-secret}")
     monkeypatch.delenv("QUIRE_API_KEY")
     assert fault("--config", str(file)).startswith("--api-key is not understood (set by ")
+    file.write_text("tenants: [{name: a, key: sk-secret}]")
+    assert fault("--config", str(file)).endswith("; it must be a path.")
     assert "sk-secret" not in fault("--config", str(file)) + fault("--api-keys=sk-secret") + fault(
         "--api-keyy", "sk-secret"
     )

@@ -238,10 +238,14 @@ def compile_libraries(
             workers.submit(_run, *command, *quick.get(source.name, ()), *options.split(), "-o", target, str(source))
             for (source, options), target in objects.items()
         ]
-        on_compiled(0, len(running))
-        for done, compiled in enumerate(as_completed(running), 1):
-            compiled.result()
-            on_compiled(done, len(running))
+        try:
+            on_compiled(0, len(running))
+            for done, compiled in enumerate(as_completed(running), 1):
+                compiled.result()
+                on_compiled(done, len(running))
+        except BaseException:  # any, such as of a start that is stopped: it waits for the files that have begun
+            workers.shutdown(wait=False, cancel_futures=True)
+            raise
         for name, units in missing.items():
             linked = Path(scratch, name)
             _run(compiler, "-shared", "-o", str(linked), *(objects[unit] for unit in units), "-lm")
