@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     gc.disable()  # nothing that an import makes is garbage, and to look for some takes 20 ms
     if name == "serve":
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, of no use here, would spin for 0.1 s
         from engine.startup.ahead import load_torch_libraries
 
         load_torch_libraries()

@@ -120,7 +120,6 @@ def load_torch_libraries() -> None:
     It is called first, so that they are there when torch is imported. The system loads one library at a time, so those of the
     modules that a start imports meanwhile are loaded before.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which nothing here uses, would spin for 0.1 s
     for name in _BESIDE:
         with suppress(ImportError):
             import_module(name)
