@@ -115,7 +115,7 @@ def fault(each: Declared, value: Any) -> str:
         return ""
     if setting.choices:
         return "" if value in setting.choices else f"choose one of {', '.join(setting.choices)}"
-    if wanted := wrong_kind(each.type, value):
+    if not setting.is_secret and (wanted := wrong_kind(each.type, value)):  # a secret may be one of pydantic's
         return wanted
     for bound, is_kept, words in (
         (setting.at_least, ge, "at least"),

@@ -79,15 +79,17 @@ def test_every_compiled_file_is_reported(compiler: Compiler) -> None:
     assert seen == [(number, num_files) for number in range(num_files + 1)]
 
 
-def test_a_start_that_is_stopped_waits_for_the_files_that_have_begun(compiler: Compiler) -> None:
+def test_a_start_that_is_stopped_waits_for_the_files_that_have_begun(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = compiler(WRITES_ITS_OUTPUT)
+    monkeypatch.setattr(build, "usable_cpus", lambda: 1)
 
     def stop(done: int, _: int) -> None:
         if done:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "usable_cpus", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
         build.find_library("portable", stop)
     num_files = len(list(Path(build.__file__).parent.glob("*.c")))
     assert len(log.read_text().splitlines()) < num_files
