@@ -103,17 +103,18 @@ def test_the_machine_multiplies_as_the_model_does(both: tuple[Library, Library],
 def test_the_machine_multiplies_each_format_as_the_model_does(
     both: tuple[Library, Library], weight_format: WeightFormat
 ) -> None:
-    """For a panel, a tile of rows and SUPER blocks, and a little more of each."""
+    """And as both do without tiles: for a panel, a tile of rows and SUPER blocks, and a little more of each."""
     num_rows, num_outputs, num_inputs = 17, 40, 272
     x = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
-    results = [torch.empty(num_rows, num_outputs) for _ in both]
-    for library, y in zip(both, results, strict=True):
+    results = [torch.empty(num_rows, num_outputs) for _ in range(4)]
+    for library, from_row, y in zip(both * 2, (1, 1, tiles.NEVER, tiles.NEVER), results, strict=True):
+        library.use_tiles(weight_format, from_row)
         packed, scales = random_weights(library, weight_format, num_outputs, num_inputs)
         addresses = packed.data_ptr(), scales.data_ptr(), None
         linear = LinearArgs(*addresses, num_outputs, num_inputs, weight_format, DTYPES[torch.bfloat16], 0)
         library.gemm(GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), num_rows, num_inputs, num_outputs))
     assert results[0].isfinite().all()
-    assert torch.equal(*results)
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 112])
@@ -158,15 +159,28 @@ def with_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Libr
 
 def test_tiles_that_lose_are_left_alone(with_tiles: Library, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As those of the model do; all formats are measured, and have the same bits either way."""
-    assert tiles.measure_tiles(tile_model()) == []
-    assert all(tiles._least_rows(tile_model(), weight_format) == tiles.NEVER for weight_format in WeightFormat)
+    never = [tiles.NEVER] * len(WeightFormat)
+    assert [tiles._least_rows(tile_model(), weight_format) for weight_format in WeightFormat] == never
     load_kernels("auto", lambda _: None)
     assert native() is with_tiles
     assert not caplog.text
+    for _ in range(2):  # also where it is known
+        caplog.clear()
+        load_kernels("amx", lambda _: None)
+        assert native() is tile_model()
+        assert "AMX is of no use here" in caplog.text
+    assert json.loads((tmp_path / "tiles.json").read_text()) == {processor_name(): never}
+
+
+def test_tiles_that_sum_in_another_order_are_left_alone(
+    with_tiles: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By products of all formats, so that a row is the same bits alone."""
+    monkeypatch.setattr(tiles, "_least_rows", lambda *_: 4)
+    monkeypatch.setattr(tiles, "sum_as_tiles", lambda x, weight: x.float() @ weight.float().T)
     load_kernels("amx", lambda _: None)
-    assert native() is tile_model()
     assert "AMX is of no use here" in caplog.text
-    assert json.loads((tmp_path / "tiles.json").read_text()) == {processor_name(): []}
+    assert build.tile_facts()[processor_name()] == [tiles.NEVER] * len(WeightFormat)
 
 
 def test_tiles_that_win_are_taken(with_tiles: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def best_isa() -> Isa | None:
 
 @cache
 def tile_facts() -> dict[str, list[int]]:
-    """Return what tiles are worth, by the name of a processor; of tiles that are of no use, nothing (tiles.py)."""
+    """Return the rows from which tiles win, by the name of a processor and by WeightFormat (tiles.py)."""
     try:
         return dict(read_json(tile_file()))
     except (OSError, ValueError, TypeError):

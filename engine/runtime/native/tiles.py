@@ -31,32 +31,35 @@ _log = logging.getLogger(__name__)
 
 
 def prove_tiles(on_compiled: OnCompiled = lambda *_: None) -> None:
-    """Find out what tiles are worth here, if it is not known."""
-    if Isa.AMX not in machine_isas() or processor_name() in tile_facts():
+    """Find out what tiles are worth here, if it is not known, and log it if they are of no use."""
+    if Isa.AMX not in machine_isas():
         return
-    with suppress(ConfigError):  # there is no compiler, or one that does not know tiles
-        choose_kernels("amx", on_compiled)
-        if (library := native()) is not None:
-            found = tile_facts()[processor_name()] = measure_tiles(library)
-            keep(tile_file(), json.dumps(tile_facts()))
-            if not found:
-                _log.warning(
-                    "AMX is of no use here: its sums differ from those expected, or are slower than AVX-512's; leave "
-                    "--cpu-kernels out"
-                )
+    if processor_name() not in tile_facts():
+        with suppress(ConfigError):  # there is no compiler, or one that does not know tiles
+            choose_kernels("amx", on_compiled)
+            if (library := native()) is not None:
+                tile_facts()[processor_name()] = measure_tiles(library)
+                keep(tile_file(), json.dumps(tile_facts()))
+    if min(tile_facts().get(processor_name(), ()), default=0) >= NEVER:
+        _log.warning(
+            "AMX is of no use here: its sums differ from those expected, or are slower than AVX-512's; leave "
+            "--cpu-kernels out"
+        )
 
 
 def measure_tiles(library: Library) -> list[int]:
-    """Return the rows from which tiles win, by WeightFormat, and have products take them; nothing if they are of no use."""
+    """Return the rows from which tiles win, by WeightFormat, and have products take them; NEVER if any sum is not as expected."""
     num_threads = library.num_threads
     library.use_threads(1)
     try:
         least = [_least_rows(library, weight_format) for weight_format in WeightFormat]
     finally:
         library.use_threads(num_threads)
+    if not all(least) or not _has_order(library):
+        least = [NEVER] * len(least)
     for weight_format, rows in zip(WeightFormat, least, strict=True):
-        library.use_tiles(weight_format, rows or NEVER)
-    return least if all(least) and min(least) < NEVER and _has_order(library) else []
+        library.use_tiles(weight_format, rows)
+    return least
 
 
 def _least_rows(library: Library, weight_format: WeightFormat) -> int:
