@@ -200,9 +200,8 @@ class Daemon(uvicorn.Server):
     def _log_end(self, num_open: int) -> None:
         """Log how many of the requests that were open at the signal did not finish."""
         if num_cut := sum(engine.stats.aborted[AbortCause.SHUTDOWN] for engine in self._models.engines):
-            log.warning(
-                "stopped: the shutdown cut %d sequences short (--shutdown-timeout %g)", num_cut, self._timeout_s
-            )
+            cause = f"--shutdown-timeout {self._timeout_s:g}" if self._num_signals == 1 else "a second signal"
+            log.warning("stopped: the shutdown cut %d sequences short (%s)", num_cut, cause)
         elif num_open:
             log.info("stopped: every open request has finished")
 
