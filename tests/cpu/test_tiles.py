@@ -69,9 +69,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     if Isa.AMX in machine_isas():
         choose_kernels("amx")
         found = native()
+        choose_kernels("auto")
         assert found is not None
         yield found
-        choose_kernels("auto")
     else:
         found, traps = trapped_tiles(tmp_path_factory.mktemp("traps"))
         yield found
