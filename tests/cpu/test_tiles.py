@@ -214,5 +214,5 @@ def test_each_compiler_knows_that_there_are_tiles(compiler: str) -> None:
 def test_tiles_are_refused_where_there_are_none() -> None:
     if Isa.AMX in machine_isas():
         pytest.skip("needs a machine without AMX")
-    with pytest.raises(ConfigError, match=r"This machine has no AMX|there are no native kernels"):
+    with pytest.raises(ConfigError, match=r"has no AMX|there are no native kernels"):
         choose_kernels("amx")

@@ -311,7 +311,7 @@ def choose_kernels(setting: str, on_compiled: OnCompiled = lambda *_: None, *, i
     isa = _isa_of(setting)
     if isa is not None and isa not in (machine_isas() or [isa]):
         raise ConfigError(
-            f"--cpu-kernels is {setting!r}. This machine has no {isa.name}; its best is {machine_isas()[-1].name}."
+            f"--cpu-kernels is {setting!r}. This machine, or its system, has no {isa.name}; its best is {machine_isas()[-1].name}."
         )
     if _load(isa, is_portable, on_compiled) is None and (is_portable or setting not in ("auto", "off")):
         raise ConfigError(
