@@ -215,7 +215,9 @@ def test_kernels_that_this_machine_does_not_have_are_refused(
     loaded: library.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "machine_isas", lambda: (build.Isa.PORTABLE, build.Isa.AVX2))
-    with pytest.raises(ConfigError, match=r"'avx512bf16'\. This machine, or its system, has no AVX512BF16; its best is AVX2"):
+    with pytest.raises(
+        ConfigError, match=r"'avx512bf16'\. This machine, or its system, has no AVX512BF16; its best is AVX2"
+    ):
         library.choose_kernels("avx512bf16")
     monkeypatch.setattr(library, "machine_isas", tuple)
     monkeypatch.setattr(library, "_loaded", {(build.Isa.AVX2, False): None})

@@ -41,7 +41,10 @@ PROCESSORS = [
 ATTENDING = ("gemma3n", "gpt-oss", "deepseek_v3")
 MODELS = (*ATTENDING, "qwen3_5", "granitemoehybrid-mamba", "lfm2")
 FLOATS = {torch.float32: 2e-4, torch.bfloat16: 0.06}
-QUICK = (*build._FLAGS, "-Og")  # a third of -O2's time for attention, for sums that are not fused; others keep what they have
+QUICK = (
+    *build._FLAGS,
+    "-Og",
+)  # a third of -O2's time for attention, for sums that are not fused; others keep what they have
 
 Machine = list[tuple[list[str], str]]  # the driver with a library, and the instruction set of each
 

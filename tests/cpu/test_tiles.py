@@ -107,12 +107,12 @@ def test_the_machine_multiplies_each_format_as_the_model_does(
     num_rows, num_outputs, num_inputs = 17, 40, 272
     x = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
     results = [torch.empty(num_rows, num_outputs) for _ in range(4)]
-    for library, from_row, y in zip(both * 2, (1, 1, tiles.NEVER, tiles.NEVER), results, strict=True):
-        library.use_tiles(weight_format, from_row)
-        packed, scales = random_weights(library, weight_format, num_outputs, num_inputs)
+    for kernels, from_row, y in zip(both * 2, (1, 1, tiles.NEVER, tiles.NEVER), results, strict=True):
+        kernels.use_tiles(weight_format, from_row)
+        packed, scales = random_weights(kernels, weight_format, num_outputs, num_inputs)
         addresses = packed.data_ptr(), scales.data_ptr(), None
         linear = LinearArgs(*addresses, num_outputs, num_inputs, weight_format, DTYPES[torch.bfloat16], 0)
-        library.gemm(GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), num_rows, num_inputs, num_outputs))
+        kernels.gemm(GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), num_rows, num_inputs, num_outputs))
     assert results[0].isfinite().all()
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -125,14 +125,14 @@ def test_the_machine_attends_as_the_model_does(both: tuple[Library, Library], he
     tables, total = make_tables(steps, 16, is_scattered=True), sum(num for _, num in steps)
     q, k, v = (torch.randn(total, heads, head_dim).bfloat16() for heads in (6, 2, 2))
     outputs = []
-    for library in both:
-        library.use_threads(3)
+    for kernels in both:
+        kernels.use_threads(3)
         backend = CpuNativeAttention()
-        backend._library = library
+        backend._library = kernels
         pools = empty_pools(backend, spec, 96, 16, torch.bfloat16)
         backend.prepare(make_batch(steps, tables, 16))
         outputs.append(backend.attend(spec, q, k, v, *pools))
-        library.use_threads(1)
+        kernels.use_threads(1)
     assert outputs[0].isfinite().all()
     assert torch.equal(*outputs)
 

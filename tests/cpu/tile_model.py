@@ -20,7 +20,9 @@ _HERE = Path(__file__).parent
 @cache
 def tile_model() -> Library:
     """Return the library with the model in place of instructions, compiled once; skip a test where it cannot be."""
-    digest = sha256((_HERE / "tile_model.h").read_bytes()).hexdigest()[:16]  # part of the options, which name the library
+    digest = sha256((_HERE / "tile_model.h").read_bytes()).hexdigest()[
+        :16
+    ]  # part of the options, which name the library
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CPATH", str(_HERE))
         patch.setattr(build, "_OPTIONS", {"x86_64": {"amx": f"{build._AVX512BF16} -DTILE_MODEL=0x{digest}"}})
