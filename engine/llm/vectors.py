@@ -137,6 +137,8 @@ class VectorMethods(ABC):
     ) -> list[RankedDocument]:
         """Return the documents that answer a query best, the best first, as /v1/rerank does."""
         progress, lora = refuse_arguments("rerank", others, progress, lora)
+        if top_n is not None and top_n < 1:
+            raise InvalidRequestError(f"top_n is {top_n}; give 1 at least.", param="top_n")
         VectorReader(self._limits).require_relevance()
         texts = _texts("documents", documents)
         if not texts:

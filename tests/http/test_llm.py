@@ -461,6 +461,7 @@ def test_an_argument_of_another_type_is_named(llm: LLM) -> None:
         (llm.embed, {"prompts": "a", "normalize": "no"}, "normalize is 'no'; it must be true or false"),
         (llm.rerank, {"query": 3, "documents": ["a"]}, "query is 3; it must be a string"),
         (llm.rerank, {"query": "a", "documents": ["a"], "top_n": "x"}, "top_n is 'x'; it must be a whole number"),
+        (llm.rerank, {"query": "a", "documents": ["a"], "top_n": 0}, "top_n is 0; give 1 at least"),
         (llm.beam_search, {"prompts": "a", "params": 3}, "params is a int; give BeamSearchParams"),
     ):
         with pytest.raises(InvalidRequestError, match=sentence):
