@@ -133,8 +133,7 @@ class LLM(VectorMethods):
         self._engine, self._tokenizer, self._has_vocabulary = built, text, False  # the engine has none for grammars
         shown = None if self._pictures is None else self._pictures.preprocessor
         self._preprocessor = ChatPreprocessor(self._limits, images=shown)
-        self._events, self._ids = queue.SimpleQueue[StepEvents](), itertools.count()
-        self._turn = threading.Lock()  # one call at a time
+        self._events, self._ids, self._turn = queue.SimpleQueue[StepEvents](), itertools.count(), threading.Lock()
         self._end = weakref.finalize(self, _end, built, text, self._pictures)
         built.start(self._events.put)  # not a bound method: the thread would keep a forgotten LLM alive
 
@@ -251,7 +250,7 @@ class LLM(VectorMethods):
         for index, make in enumerate(makers):
             with naming(index, len(makers)):
                 jobs.append(make())
-        with self._turn:
+        with self._turn:  # one call at a time
             self._answer(jobs, show=progress)
         return jobs
 
