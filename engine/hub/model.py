@@ -29,7 +29,7 @@ from engine.hub.files import (
 )
 from engine.hub.transfer import fetch_files, list_files, open_file
 from engine.runtime.weights.safetensors import shard_names
-from engine.system.regular_file import reason
+from engine.system.regular_file import expanded, reason
 
 log = logging.getLogger("quire.hub")
 
@@ -180,4 +180,4 @@ class HubModel:
 def open_model(model: str, revision: str | None, download_dir: str | None) -> HubModel:
     """Return a model of the hub, listed once a process. Raises ModelLoadError."""
 
-    return HubModel(model, revision, Path(download_dir or constants.HF_HUB_CACHE).expanduser().absolute())
+    return HubModel(model, revision, expanded(download_dir or constants.HF_HUB_CACHE).absolute())

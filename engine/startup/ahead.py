@@ -32,7 +32,7 @@ from engine.runtime.native.rows import OpenFile
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import local_path
 from engine.system.host_limits import available_memory
-from engine.system.regular_file import read_text
+from engine.system.regular_file import expanded, read_text
 
 # In the order in which torch loads them; the first makes those of a CUDA build visible to the second.
 _TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch_cpu.so")
@@ -186,7 +186,7 @@ def _open_kept(config: EngineConfig) -> PackedFile | None:
         config.speculative_config,
     )
     model = json.dumps([str(Path(config.model).resolve()), *facts, config.hf_overrides, config.mmproj], default=str)
-    return PackedFile(Path(config.weights_cache).expanduser(), config.weights_cache_size, model)
+    return PackedFile(expanded(config.weights_cache), config.weights_cache_size, model)
 
 
 def _packs(config: EngineConfig) -> bool:

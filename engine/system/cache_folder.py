@@ -7,14 +7,16 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from engine.system.regular_file import read_json
+from engine.system.regular_file import expanded, read_json
 
 _FORESEEN = "foreseen.json"
 
 
 def cache_folder() -> Path:
-    """Return Quire's folder in the cache, which may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+    """Return Quire's folder in the cache, which may not exist yet; without a home folder it is one that cannot be made."""
+    home = expanded("~")
+    usual = home / ".cache" if home.is_absolute() else os.devnull
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "quire"
 
 
 def keep(path: Path, text: str) -> None:

@@ -26,6 +26,14 @@ _KINDS = (
 )
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home folder for ~, or as it is if there is no such folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # no HOME, and no such user
+        return Path(path)
+
+
 def check_regular(path: Path, max_bytes: int | None = None) -> int:
     """Return the size of a regular file of at most `max_bytes`, else raise OSError."""
     return _check(path, os.stat(path), max_bytes)  # noqa: PTH116 - as os.fstat

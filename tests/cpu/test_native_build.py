@@ -13,9 +13,10 @@ from pkgutil import resolve_name
 
 import pytest
 
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelLoadError
 from engine.runtime.layers import layer
 from engine.runtime.native import build, library, structs
+from engine.sources.model_source import find_model
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -160,6 +161,19 @@ def test_a_cache_that_cannot_be_made(compiler: Compiler, tmp_path: Path) -> None
     compiler(WRITES_ITS_OUTPUT)
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert build.find_library("portable") is None
+
+
+def test_a_user_without_a_home_keeps_nothing(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler(WRITES_ITS_OUTPUT)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr(Path, "expanduser", lambda _: (_ for _ in ()).throw(RuntimeError))
+    assert build.find_library("portable") is None
+    assert "(XDG_CACHE_HOME moves /dev/null/quire)" in caplog.text
+    with pytest.raises(ModelLoadError, match="'~nobody/x' does not exist"):
+        find_model("~nobody/x")
 
 
 def test_a_packaged_library_comes_first(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
