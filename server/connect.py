@@ -23,7 +23,7 @@ from urllib.parse import quote
 import httpx
 
 from engine.core.errors import ConfigError, QuireError
-from engine.system.regular_file import read_json, read_text, reason
+from engine.system.regular_file import expanded, read_json, read_text, reason
 
 KEY = "QUIRE_API_KEY"  # the variable that has the daemon's key, if it wants one
 _MAX_ANSWER = 8192
@@ -194,7 +194,7 @@ def _connect(options: argparse.Namespace, program: Values) -> int:
 def path_of(program: Values, file: Values, named: Path | None = None) -> Path:
     """Return where a program looks for a file; if its first is named, further ones are beside that."""
     variable, usual = program["folder"]
-    folder = Path(os.environ.get(variable) or usual).expanduser() if named is None else named.parent
+    folder = expanded(os.environ.get(variable) or usual) if named is None else named.parent
     return named if named is not None and file is program["files"][0] else folder / file["path"]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -22,6 +21,7 @@ from engine.runtime.stores.tier import Opening, Tier
 from engine.settings.engine_config import EngineConfig
 from engine.startup.fingerprint import ModelContent, fingerprint
 from engine.system.host_limits import available_memory
+from engine.system.regular_file import expanded
 
 _MAX_NAMES = 1 << 18  # blocks of others that are remembered: about 100 MB
 
@@ -61,7 +61,7 @@ def open_tiers(
     # On a CPU host blocks are in a file, which reports a shortage itself.
     limit = None if runner.blocks[0].device.type == "cpu" else available_memory()
     num_blocks = count_host_blocks(sum(asked.values()), block_bytes, limit, " + ".join(flags))
-    folder = None if config.kv_offload_dir is None else Path(config.kv_offload_dir).expanduser()
+    folder = None if config.kv_offload_dir is None else expanded(config.kv_offload_dir)
     pool = runner.open_host_pool(num_blocks, folder)
     report(Progress("swap_space", f"{num_blocks} blocks in host memory"))
     tiers: dict[str, Tier] = {}

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, create_model
 from pydantic_core import PydanticCustomError
 
 from engine.core.errors import ConfigError
@@ -33,6 +33,7 @@ from engine.settings.foreign import (
     translate,
 )
 from engine.settings.setting import Declared, check_conflicts, declared, expand, names_of
+from engine.system.regular_file import expanded
 from engine.system.similar import closest
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
@@ -63,6 +64,8 @@ def type_of(each: Declared) -> Any:
         return Annotated[each.type, BeforeValidator(_read_modules)]
     if each.type in (tuple[str, ...], tuple[Any, ...]):
         return Annotated[each.type, BeforeValidator(_split)]
+    if Path in get_args(each.type):
+        return Annotated[each.type, AfterValidator(lambda path: path and expanded(path))]
     return each.type
 
 

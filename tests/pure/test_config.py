@@ -124,11 +124,12 @@ def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "quire.yaml"
-    file.write_text("port: 1\nmax-num-seqs: 1\nblock_size: 32\nseed: null\n")
+    file.write_text("port: 1\nmax-num-seqs: 1\nblock_size: 32\nseed: null\ndata-dir: ~/x\n")
     monkeypatch.setenv("QUIRE_PORT", "2")
     monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "2")
     settings = load_settings(["--config", str(file), "--port", "3"])
     assert (settings.port, settings.max_num_seqs, settings.block_size, settings.seed) == (3, 2, 32, 0)
+    assert settings.data_dir == Path.home() / "x"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from engine.core.errors import ConfigError
 from engine.core.types import Progress
 from engine.runtime.stores import parts
 from engine.runtime.stores.tier import Opening, Tier
+from engine.system.regular_file import expanded
 
 
 def open_tier(opening: Opening) -> Tier | None:
@@ -20,7 +21,7 @@ def open_tier(opening: Opening) -> Tier | None:
     config, block_bytes = opening.config, opening.block_bytes
     if config.kv_offload_dir is None:
         return None
-    folder = Path(config.kv_offload_dir).expanduser()
+    folder = expanded(config.kv_offload_dir)
     num_slots = int(config.kv_offload_disk_gib * (1 << 30)) // block_bytes
     if not num_slots:
         raise ConfigError(
@@ -74,7 +75,9 @@ def _check_room(folder: Path, blocks: Path, num_bytes: int, num_leaving: int) ->
     free = system.f_bavail * system.f_frsize + there
     if num_bytes > free:
         gib = 1 << 30
+        most = int(free / gib * 10) / 10
+        remedy = f"set it to at most {most:g}" if most else "name another folder, or make room"
         raise ConfigError(
-            f"--kv-offload-config: disk_gib asks for {num_bytes / gib:.1f} GiB in {folder}, and {free / gib:.1f} are free there; set "
-            f"it to at most {int(free / gib * 10) / 10:g}."
+            f"--kv-offload-config: disk_gib asks for {num_bytes / gib:.1f} GiB in {folder}, and {free / gib:.1f} are free there; "
+            f"{remedy}."
         )
