@@ -11,7 +11,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import c_void_p
 from importlib import import_module
@@ -56,11 +56,8 @@ class _Later(MetaPathFinder, Loader):
         *("nested", "nn.intrinsic", "nn.qat", "nn.quantizable", "nn.quantized", "optim", "profiler", "quantization"),
         "utils.data",
     )
-    _FUNCTIONS = (
-        ("cond", "_higher_order_ops"),
-        ("while_loop", "_higher_order_ops"),
-        ("vmap", "func"),
-    )  # torch's own, too
+    # Of these parts, which torch itself has, too.
+    _FUNCTIONS: Mapping[str, str] = {"cond": "_higher_order_ops", "while_loop": "_higher_order_ops", "vmap": "func"}
     _USERS = ("transformers", "torch._dynamo")
 
     def __init__(self) -> None:
@@ -94,7 +91,7 @@ class _Later(MetaPathFinder, Loader):
         def get(attribute: str) -> Any:
             if attribute.startswith("__"):
                 raise AttributeError(attribute)
-            if attribute in dict(self._FUNCTIONS) and not hasattr(sys.modules["torch"], attribute):
+            if attribute in self._FUNCTIONS and not hasattr(sys.modules["torch"], attribute):
                 return lambda *args, **kwargs: getattr(import_module(name), attribute)(*args, **kwargs)  # noqa: PLW0108
             self._end()
             return getattr(import_module(name), attribute)
@@ -110,7 +107,7 @@ class _Later(MetaPathFinder, Loader):
                 del sys.modules[name]
             for name in self._begun:
                 import_module(name)
-            for name, part in self._FUNCTIONS:
+            for name, part in self._FUNCTIONS.items():
                 setattr(sys.modules["torch"], name, getattr(sys.modules[f"torch.{part}"], name))
 
 

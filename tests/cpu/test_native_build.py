@@ -171,7 +171,7 @@ def test_a_user_without_a_home_keeps_nothing(
     monkeypatch.setenv("HOME", "")
     monkeypatch.setattr(Path, "expanduser", lambda _: (_ for _ in ()).throw(RuntimeError))
     assert build.find_library("portable") is None
-    assert "(XDG_CACHE_HOME moves /dev/null/quire)" in caplog.text
+    assert "their folder is /dev/null/quire, or in XDG_CACHE_HOME" in caplog.text
     with pytest.raises(ModelLoadError, match="'~nobody/x' does not exist"):
         find_model("~nobody/x")
 

@@ -108,7 +108,9 @@ def find_library(name: str, on_compiled: OnCompiled = lambda *_: None) -> Path |
     try:
         return compile_libraries(compiler, [name], on_compiled)[0]
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        _log.warning("The CPU kernels were not compiled: %s (XDG_CACHE_HOME moves %s)", error, cache_folder())
+        _log.warning(
+            "The CPU kernels were not compiled: %s (their folder is %s, or in XDG_CACHE_HOME)", error, cache_folder()
+        )
         return None
 
 

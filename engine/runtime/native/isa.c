@@ -1,5 +1,5 @@
-/* Which instruction sets the machine and its system can run, and what each is worth: a library of its own, which a start asks before it
- * chooses kernels. A set that the compiler does not know is not there. */
+/* Says which instruction sets the machine and its system can run, and ranks them. It is a library of its own: a start asks it before
+ * it chooses kernels. A set that the compiler does not know is left out. */
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)

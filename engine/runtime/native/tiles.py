@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def prove_tiles(on_compiled: OnCompiled = lambda *_: None) -> None:
-    """Find out what tiles are worth here, if it is not known, and log it if they are of no use."""
+    """Measure from how many rows tiles win here, if no start has, and log it if they never do."""
     if Isa.AMX not in machine_isas():
         return
     if processor_name() not in tile_facts():
