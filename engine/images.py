@@ -8,6 +8,13 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from engine.core.errors import ConfigError
+from engine.settings.setting import unknown_key
+
+_LIMIT = "--limit-mm-per-prompt"
+_KINDS = ("image", "video", "audio")  # vLLM's; of the last two, prompts have none
+_MAX_IMAGES = 32  # in a prompt
+
 
 @dataclass(frozen=True, eq=False)  # without slots, as resources refer to it weakly
 class Image:
@@ -17,6 +24,18 @@ class Image:
     arrays: Mapping[str, NDArray[Any]]  # by the processor's own names (pixel_values, image_grid_thw, ...)
     num_tokens: int  # vectors that it becomes
     grid: tuple[int, int, int] | None = None  # frames, rows and columns of the vectors, where positions have three axes
+
+
+def most_images(limits: Mapping[str, Any] | None) -> int:
+    """Return how many images a prompt may have, as --limit-mm-per-prompt says. Raises ConfigError."""
+    limits = limits or {}
+    if unknown := [key for key in limits if key not in _KINDS]:
+        raise unknown_key(_LIMIT, unknown[0], _KINDS)
+    found = limits.get("image", _MAX_IMAGES)
+    count = found.get("count", _MAX_IMAGES) if isinstance(found, Mapping) else found
+    if type(count) is not int or count < 0:
+        raise ConfigError(f'{_LIMIT}: image is {found!r}; it must be a whole number, as in {{"image": 4}}.')
+    return count
 
 
 class VectorMaker(Protocol):

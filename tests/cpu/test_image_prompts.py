@@ -27,13 +27,14 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
 from engine.core.errors import ConfigError, InvalidRequestError
+from engine.images import most_images
 from engine.llm.prompts import address_of
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from engine.text.fields.chat import ImageSource
 from engine.text.images.families import FAMILIES, ImageTokens
 from engine.text.images.lfm2_vl import Lfm2VlImageProcessor
-from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage, _load_processor, _most_images
+from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage, _load_processor
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.tokenizer_files import load_tokenizer
 from quire import LLM, SamplingParams
@@ -612,9 +613,11 @@ def test_a_model_whose_files_lack_something_is_served_as_text(tmp_path: Path, ca
 
 
 def test_the_most_images_of_a_prompt() -> None:
-    assert _most_images({}) == 32
-    assert _most_images({"image": 3, "video": 1}) == 3
-    assert _most_images({"image": {"count": 2, "width": 512}}) == 2
+    assert most_images({}) == 32
+    assert most_images({"image": 3, "video": 1}) == 3
+    assert most_images({"image": {"count": 2, "width": 512}}) == 2
     for wrong in ("2", -1, True, 1.5):
         with pytest.raises(ConfigError, match="limit-mm-per-prompt"):
-            _most_images({"image": wrong})
+            most_images({"image": wrong})
+    with pytest.raises(ConfigError, match="limit-mm-per-prompt has no key 'images'; did you mean 'image'"):
+        most_images({"images": 4})

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError, shorten
 from engine.core.spans import Span
 from engine.files.mmproj import read_mmproj
-from engine.images import Image
+from engine.images import Image, most_images
 from engine.system.calls import TRANSFORMERS, foreign_code
 from engine.text.generation_config import read_json_beside
 from engine.text.images.decoder import refused
@@ -32,7 +32,6 @@ from engine.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_IMAGES = 32  # in a prompt, unless --limit-mm-per-prompt says otherwise
 # Splits a mark that a client wrote, so that it is no image's. Letters alone, which no template changes.
 _SPLIT = f"quiresplits{secrets.token_hex(16)}"
 
@@ -56,12 +55,9 @@ class ImagePreprocessor:
         options: Mapping[str, Any],
         limits: Mapping[str, Any],
     ) -> None:
-        """`processor` is transformers'; `options` are of --mm-processor-kwargs, `limits` of --limit-mm-per-prompt.
-
-        Raises ConfigError for limits that are no numbers.
-        """
+        """`processor` is transformers'; `options` are of --mm-processor-kwargs, `limits` of --limit-mm-per-prompt."""
         self._family, self._tokens, self._processor, self._tokenizer = family, tokens, processor, tokenizer
-        self._most = _most_images(limits)
+        self._most = most_images(limits)
         self._token_id = tokenizer.special_tokens[tokens.token]
         self._mark = tokens.spell(family.mark) if family.mark else tokens.token
         self._options = json.dumps(options, sort_keys=True, default=str).encode()
@@ -240,17 +236,6 @@ class ImagePreprocessor:
 def _split(text: str, mark: str) -> str:
     """Return a text in which a mark is split."""
     return text.replace(mark, mark[:1] + _SPLIT + mark[1:])
-
-
-def _most_images(limits: Mapping[str, Any]) -> int:
-    """Return how many images a prompt may have, as --limit-mm-per-prompt says. Raises ConfigError."""
-    found = limits.get("image", MAX_IMAGES)
-    count = found.get("count", MAX_IMAGES) if isinstance(found, Mapping) else found
-    if type(count) is not int or count < 0:
-        raise ConfigError(
-            f'--limit-mm-per-prompt: image is {found!r}; it must be a whole number, as in {{"image": 4}}.'
-        )
-    return count
 
 
 def _load_processor(folder: Path | None, own: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
