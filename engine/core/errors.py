@@ -7,7 +7,8 @@ what, which value, what to do.
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 MAX_SHOWN = 200  # characters of a value that a client sent, so that an error does not send megabytes back
 
@@ -42,6 +43,23 @@ class ClientError(QuireError):
         super().__init__(message)
         self.param = param
         self.log_message = log_message
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def read_each(read: Callable[[Item], Result], items: Sequence[Item], name: str = "Item") -> list[Result]:
+    """Return what is read of each item. A ClientError says of which one, if there are several."""
+    done = list[Result]()
+    try:
+        for item in items:
+            done.append(read(item))
+    except ClientError as error:
+        if len(items) > 1:
+            error.args = (f"{name} {len(done)} of {len(items)}: {error}",)
+        raise
+    return done
 
 
 class InvalidRequestError(ClientError):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import Any, TypeVar, get_type_hints
 
 from typing_extensions import ParamSpec
 
-from engine.core.errors import ClientError, ConfigError, InvalidRequestError, QuireError, shorten
+from engine.core.errors import ConfigError, InvalidRequestError, QuireError, shorten
 from engine.llm.params import SamplingParams
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
@@ -134,15 +133,3 @@ def for_each(
     for params, value in zip(each, priority, strict=True):
         params.priority = value
     return each
-
-
-@contextmanager
-def naming(index: int, count: int) -> Iterator[None]:
-    """Name the prompt in a ClientError raised in here, if there are several."""
-    try:
-        yield
-    except ClientError as error:
-        if count == 1:
-            raise
-        error.args = (f"Prompt {index} of {count}: {error}",)
-        raise

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
+from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError, read_each
 from engine.core.scheduling.admission import check_request
 from engine.core.types import AbortCause, Adapter, GrammarKey, Params, Request, StepEvents, TokenEvent
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
-from engine.llm.arguments import adapters_of, check_choice, check_kind, engine_config, for_each, naming, typed
+from engine.images import most_images
+from engine.llm.arguments import adapters_of, check_choice, check_kind, engine_config, for_each, typed
 from engine.llm.job import (
     BeamSearchOutput,
     Job,
@@ -94,6 +95,9 @@ class LLM(VectorMethods):
         **engine: Any,
     ) -> None:
         check_sampling_source(generation_config, override_generation_config)
+        most_images(limit_mm_per_prompt)
+        if max_logprobs < 0:
+            raise ConfigError(f"max_logprobs is {max_logprobs}; it must be at least 0.")
         check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
         source = find_model(model)
@@ -246,10 +250,7 @@ class LLM(VectorMethods):
     def _run(self, makers: Sequence[Callable[[], Job]], progress: bool) -> list[Job]:
         if not self._end.alive:
             raise ShuttingDownError("This LLM was closed; make a new one.")
-        jobs = []
-        for index, make in enumerate(makers):
-            with naming(index, len(makers)):
-                jobs.append(make())
+        jobs = read_each(lambda make: make(), makers, "Prompt")
         with self._turn:  # one call at a time
             self._answer(jobs, show=progress)
         return jobs

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
 
+from engine.core.errors import read_each
 from engine.core.types import Adapter, GrammarKey
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.text.chat.history import Owner
@@ -131,13 +132,9 @@ class ServedModel:
 
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
         """Return the token ids of each text. Raises ContextLengthError."""
-        for text in texts:
-            self.limits.check_length(len(text), param)
-
-        def encode_all() -> list[list[int]]:
-            return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-
-        return await aside(encode_all, sum(map(len, texts)))
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        read_each(lambda text: self.limits.check_length(len(text), param), texts)
+        return await aside(lambda: list(map(encode, texts)), sum(map(len, texts)))
 
     # -- grammars ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.text.chat_template import in_parts
-from engine.text.fields.body import Integer, RequestBody
+from engine.text.fields.body import Integer, RequestBody, or_text
 
 _KINDS = ("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -97,7 +97,7 @@ class Block(RequestBody):
         return self
 
 
-Blocks = Annotated[list[Block], BeforeValidator(in_parts, json_schema_input_type=str | list[Block])]
+Blocks = Annotated[list[Block], BeforeValidator(or_text(in_parts), json_schema_input_type=str | list[Block])]
 
 
 class Turn(RequestBody):

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, read_each
 from engine.core.types import SamplingParams
 from engine.text.chat.choice import Delta
 from engine.text.chat.limits import ModelLimits
@@ -232,12 +232,11 @@ async def prompt_ids(
     model: ServedModel, prompts: Sequence[Prompt], param: str, *, add_special_tokens: bool
 ) -> list[list[int]]:
     """Return the token ids of each prompt. Errors name `param`."""
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    encoded = iter(await model.encode(texts, param, add_special_tokens=add_special_tokens))
 
-    def check(prompt: Prompt) -> list[int]:
+    def read(prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            ids = next(encoded)
+            model.limits.check_length(len(prompt), param)
+            ids = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         else:
             model.limits.check_ids(prompt, param)
             ids = prompt
@@ -245,4 +244,5 @@ async def prompt_ids(
             raise InvalidRequestError(f"The {param} has no tokens; send at least one.", param=param)
         return ids
 
-    return await aside(lambda: list(map(check, prompts)))
+    num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return await aside(lambda: read_each(read, prompts), num_chars)

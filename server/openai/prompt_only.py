@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from starlette.responses import Response
 
-from engine.core.errors import InvalidRequestError, UnsupportedError
+from engine.core.errors import InvalidRequestError, UnsupportedError, read_each
 from engine.core.types import Adapter, PoolingParams, PromptInfo
 from engine.core.types import Request as EngineRequest
 from engine.text.chat.choice import TextRules
@@ -300,7 +300,7 @@ async def read_inputs(
         return ids
 
     num_chars = sum(len(one) for one in inputs if isinstance(one, str))
-    prompts = await aside(lambda: list(map(read, inputs)), num_chars)
+    prompts = await aside(lambda: read_each(read, inputs), num_chars)
     return responder.requests(body, adapter, prompts, [pooling_params(model, config)] * len(prompts))
 
 

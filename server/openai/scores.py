@@ -16,9 +16,9 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BeforeValidator, Field, model_validator
 from starlette.responses import Response
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, read_each
 from engine.core.types import Params, PromptInfo, SamplingParams
-from engine.text.fields.body import Integer, Refused, RequestBody
+from engine.text.fields.body import Integer, Refused, RequestBody, or_text
 from engine.text.fields.sampling import listed
 from engine.text.prompt_results import (
     Reduction,
@@ -151,10 +151,10 @@ async def _plan(model: ServedModel, config: AppConfig, body: ScoringBody, texts:
     truncation = body.truncation(model.reader)
     activation = model.reader.settings.pair_activation if body.use_activation else ""
 
-    def read(first: str, second: str) -> list[int]:
-        return model.reader.pair(first, second, names, truncation, add_special_tokens=body.add_special_tokens)
+    def read(pair: tuple[str, str]) -> list[int]:
+        return model.reader.pair(*pair, names, truncation, add_special_tokens=body.add_special_tokens)
 
-    prompts = await aside(lambda: list(map(read, firsts, seconds)), num_chars)
+    prompts = await aside(lambda: read_each(read, list(zip(firsts, seconds, strict=True))), num_chars)
     params = pooling_params(model, config)
     return _Plan(prompts, params, lambda _, info: activated(info.pooled or (0.0,), activation)[0])
 
@@ -163,13 +163,13 @@ async def _likelihoods(
     model: ServedModel, body: PromptOnlyBody, firsts: Sequence[str], seconds: Sequence[str], reduction: Reduction
 ) -> _Plan:
     check_likelihoods(seconds, body.truncate_prompt_tokens)
-    special, distinct = body.add_special_tokens, list(dict.fromkeys(firsts))
+    special, single = body.add_special_tokens, len(set(firsts)) == 1
     wholes = [first + second for first, second in zip(firsts, seconds, strict=True)]
-    contexts = dict(zip(distinct, await model.encode(distinct, "text_1", add_special_tokens=special), strict=True))
-    model.limits.check_readable(max(map(len, contexts.values())), "text_1")
+    contexts = await model.encode(firsts[:1] if single else firsts, "text_1", add_special_tokens=special)
+    read_each(lambda ids: model.limits.check_readable(len(ids), "text_1"), contexts)
     prompts = await model.encode(wholes, "text_2", add_special_tokens=special)
-    model.limits.check_readable(max(map(len, prompts)), "text_2")
-    places = await aside(lambda: list(map(first_scored, [contexts[first] for first in firsts], prompts)))
+    read_each(lambda ids: model.limits.check_readable(len(ids), "text_2"), prompts)
+    places = await aside(lambda: list(map(first_scored, contexts * (len(prompts) if single else 1), prompts)))
 
     def shape(index: int, info: PromptInfo) -> float:
         return likelihood(info.logprobs or (), places[index], reduction)
@@ -181,12 +181,12 @@ async def _cosines(model: ServedModel, config: AppConfig, body: PromptOnlyBody, 
     reader, truncation = model.reader, body.truncation(model.reader)
 
     def read(texts: Sequence[str], name: str, prompt: str) -> list[list[int]]:
-        found = [
-            reader.text(text, name, truncation, prompt=prompt, add_special_tokens=body.add_special_tokens)
-            for text in texts
-        ]
-        model.limits.check_readable(max(map(len, found)), name)
-        return found
+        def ids_of(text: str) -> list[int]:
+            ids = reader.text(text, name, truncation, prompt=prompt, add_special_tokens=body.add_special_tokens)
+            model.limits.check_readable(len(ids), name)
+            return ids
+
+        return read_each(ids_of, texts)
 
     both = tuple(zip(given[:2], given.names, map(reader.prompt, given.types), strict=True))
     prompts = await aside(lambda: [ids for each in both for ids in read(*each)], sum(map(len, chain(*given[:2]))))
@@ -205,9 +205,7 @@ class Document(RequestBody):
     text: str = Field(description="Its text.")
 
 
-def _documents(value: Any) -> Any:
-    """Return texts as documents."""
-    return [{"text": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
+_document = or_text(lambda text: {"text": text}, dict)
 
 
 class RerankBody(ScoringBody):
@@ -222,7 +220,7 @@ class RerankBody(ScoringBody):
 
     query: str = Field(description="What is looked for.")
     documents: Annotated[
-        list[Document], BeforeValidator(_documents, json_schema_input_type=list[str | Document]), Few
+        list[Annotated[Document, BeforeValidator(_document, json_schema_input_type=str | Document)]], Few
     ] = Field(min_length=1, description="Texts, or objects with a text.")
     top_n: Integer | None = Field(None, ge=1, description="Return so many documents, the best ones.")
     return_documents: bool = Field(True, description="Return the documents' texts, too.")

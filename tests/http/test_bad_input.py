@@ -16,6 +16,7 @@ from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT_OR_LIST = "Input should be a string or a list, not 5"
 TEXT = {"prompt": "x|"}
 HELLO = {"messages": [{"role": "user", "content": "x"}]}
 TOOL = {"type": "function", "function": {"name": "a"}}
@@ -198,6 +199,9 @@ def test_a_conversation_that_cannot_be_is_a_400_that_names_the_field(
         (CHAT, " ", "The body is empty; send a JSON object."),
         (CHAT, '{"messages": []}', "messages: List should have at least 1 item, not 0"),
         (CHAT, '{"messages": "hi"}', "messages: Input should be a valid list, not a string"),
+        (CHAT, '{"messages": [{"content": 5, "role": "user"}]}', "messages.0.content: " + TEXT_OR_LIST),
+        (CHAT, '{"messages": [{"content": "x", "role": "user"}], "stop": 5}', "stop: " + TEXT_OR_LIST),
+        ("/v1/responses", '{"input": 5}', "input: " + TEXT_OR_LIST),
         (CHAT, '{"messages": [5]}', "messages.0: Input should be an object, not 5"),
         (CHAT, '{"mesages": []}', "messages: Field required; mesages was sent instead"),
         (CHAT, '{"prompt": "x"}', "messages: Field required; prompt was sent instead"),

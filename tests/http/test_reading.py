@@ -152,7 +152,8 @@ REFUSED = [
     ("/v1/rerank", {"query": "x", "documents": ["y"]}, "model", "This model generates text, and is no reranker"),
     ("/rerank", {"query": "x", "documents": []}, "documents", "at least 1 item"),
     ("/rerank", {"query": "x", "documents": ["y"], "top_n": 0}, "top_n", "greater than or equal to 1"),
-    ("/rerank", {"query": "x", "documents": ["y", 3]}, "documents.1", "should be an object"),
+    ("/rerank", {"query": "x", "documents": ["y", 3]}, "documents.1", "should be a string or an object, not 3"),
+    ("/v1/score", {"text_1": 5, "text_2": "b"}, "text_1", "should be a string or a list, not 5"),
     (
         "/v1/score",
         {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5},
@@ -169,8 +170,14 @@ REFUSED = [
     ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2", "text_2 has an empty text"),
     ("/v1/score", {"text_1": "", "text_2": "b"}, "text_1", "text_1 has no token before text_2's first"),
     ("/v1/score", {"text_1": ["a"] * 3, "text_2": ["b"] * 2}, "text_1", "text_1 has 3 texts and text_2 2"),
-    ("/v1/score", {"text_1": "a" * 300, "text_2": "b" * 300}, "text_2", "an item of text_2 has 600"),
-    ("/v1/score", {"text_1": ["a", "a" * 600], "text_2": ["b", "b"]}, "text_1", "text_1 has 600"),
+    ("/v1/score", {"text_1": "a" * 300, "text_2": "b" * 300}, "text_2", ", but text_2 has 600"),
+    ("/v1/score", {"text_1": "a" * 600, "text_2": ["b", "b"]}, "text_1", "At most 512 tokens"),
+    ("/v1/score", {"text_1": ["a", "a" * 600], "text_2": ["b", "b"]}, "text_1", "Item 1 of 2: At most 512 tokens"),
+    ("/v1/score", {"text_1": "a", "text_2": ["b", "b" * 600, "b"]}, "text_2", "Item 1 of 3: At most 512 tokens"),
+    ("/v1/embeddings", {"input": ["b", "b", "b" * 600]}, "input", "Item 2 of 3: At most 512 tokens"),
+    ("/v1/embeddings", {"input": [[5], [5, 999_999]]}, "input", "Item 1 of 2: input has the token id 999999"),
+    ("/v1/completions", {"prompt": [[5], [5, 999_999]]}, "prompt", "Item 1 of 2: prompt has the token id 999999"),
+    ("/v1/completions", {"prompt": ["a", "a" * 9999]}, "prompt", "Item 1 of 2: This model's maximum context"),
     ("/v1/score", {"text_1": "a", "text_2": "b", "reduction": "max"}, "reduction", "'mean' or 'sum'"),
 ]
 

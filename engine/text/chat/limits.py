@@ -83,7 +83,7 @@ class ModelLimits:
         most = self.most_readable
         if num_tokens > most:
             raise ContextLengthError(
-                f"At most {most} tokens can be read at once here, but an item of {param} has {num_tokens}; shorten it.",
+                f"At most {most} tokens can be read at once here, but {param} has {num_tokens}; shorten it.",
                 param=param,
                 num_prompt=num_tokens,
                 limit=most,

@@ -22,7 +22,7 @@ from engine.text.chat.limits import ModelLimits
 
 MAX_FAULTS = 10  # in one message
 _PROMPT_FIELDS = ("messages", "prompt", "input")  # the prompt's name differs between endpoints
-_JSON_TYPES = ((str, "a string"), (list, "a list"), (dict, "an object"))
+_NAMES: Mapping[type, str] = {str: "a string", list: "a list", dict: "an object"}
 
 Body = TypeVar("Body", bound="RequestBody")
 
@@ -81,7 +81,25 @@ def _culprit(fault: ErrorDetails) -> str:
         return f", not {shorten(json.dumps(value))}"
     if not fault["type"].endswith("_type"):
         return ""
-    return next((f", not {name}" for kind, name in _JSON_TYPES if isinstance(value, kind)), "")
+    return f", not {_NAMES[type(value)]}" if type(value) in _NAMES else ""
+
+
+def or_text(expand: Callable[[str], Any], kind: type = list) -> Callable[[Any], Any]:
+    """Return what reads a list or an object, of which a text is the short form that `expand` expands. Raises for others."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, str):
+            return expand(value)
+        if not isinstance(value, kind):
+            raise neither_text_nor(kind)
+        return value
+
+    return read
+
+
+def neither_text_nor(kind: type) -> PydanticCustomError:
+    """Return the error for a value that is neither a text nor a list or an object."""
+    return PydanticCustomError("short_type", "Input should be a string or {kind}", {"kind": _NAMES[kind]})
 
 
 def _instead(name: str, given: Any) -> str:

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticKnownError
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
-from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody
+from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody, neither_text_nor
 from engine.text.fields.sampling import SamplingFields
 from engine.text.fields.tools import Tool, ToolCall, ToolChoice, ToolChoiceField, check_tools
 
@@ -41,7 +40,7 @@ def join_parts(content: Any, kinds: Mapping[str, str], param: str, image: str = 
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise PydanticKnownError("string_type")  # a union would name its members as fields
+        raise neither_text_nor(list)  # a union would name its members as fields
     parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from engine.core.errors import ConfigError, InvalidRequestError, shorten
-from engine.text.fields.body import IdleFields, Integer, RequestBody
+from engine.text.fields.body import IdleFields, Integer, RequestBody, or_text
 from engine.text.fields.structured import Choices, ResponseFormat, Schema, StructuredOutputs, WhitespacePattern
 from engine.text.grammars.spec import GrammarSpec
 from engine.text.types import SamplingDefaults
@@ -43,8 +43,7 @@ _CONSTRAINING = frozenset(
 )
 
 
-def listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+listed = or_text(lambda text: [text])
 
 
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
-from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody
+from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody, or_text
 from engine.text.fields.chat import Content, join_parts
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import Function
@@ -108,10 +108,7 @@ def _listed(content: Content | None) -> Content | None:
     ]
 
 
-def _as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
+_as_items = or_text(lambda text: [{"role": "user", "content": text}])
 Items = Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=str | list[Item]), Field(min_length=1)]
 
 
