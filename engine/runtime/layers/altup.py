@@ -240,8 +240,8 @@ class AltUpLayer:
     def _modalities(self, x: Tensor) -> Tensor:
         return F.linear(F.rms_norm(x.float(), x.shape[-1:], None, self._eps), self._router).tanh()
 
-    def describe(self, rotary: int | None) -> LayerArgs | None:
-        """Describe the loaded layer to the native library, or return None if that cannot compute it."""
+    def describe(self, rotary: int) -> LayerArgs | None:
+        """Describe the loaded layer, of this rotary or -1, to the native library; None if that cannot compute it."""
         mixer, feed_forward, gate = self._attention.describe(), self._feed_forward.describe(), self._gate.describe()
         left, right = self._left.args, self._right.args
         if mixer is None or feed_forward is None or gate is None or left is None or right is None:
@@ -258,7 +258,7 @@ class AltUpLayer:
             before_feed_forward=norm_args(self._before_ff.weight),
             after_feed_forward=norm_args(self._after_ff.weight),
             stream_scale=1.0,
-            rotary=-1 if rotary is None else rotary,
+            rotary=rotary,
         )
 
 

@@ -151,8 +151,8 @@ class DecoderLayer:
         """Return a matrix without which the native library cannot compute the feed-forward; "" for none."""
         return "" if self._feed_forward is None else self._feed_forward.lacking
 
-    def describe(self, rotary: int | None) -> LayerArgs | None:
-        """Describe the loaded layer to the native library, or return None if that cannot compute it."""
+    def describe(self, rotary: int) -> LayerArgs | None:
+        """Describe the loaded layer, of this rotary or -1, to the native library; None if that cannot compute it."""
         parts = {"mixer": self._mixer, "beside": self._beside, "feed_forward": self._feed_forward, "gate": self._gate}
         described, kinds = dict[str, PartArgs](), [type(state) for state in self.states]
         if len(set(kinds)) < len(kinds):  # a description has room for one state of a kind
@@ -165,7 +165,7 @@ class DecoderLayer:
                 described[name] = args
                 args.reads_rows = self._beside is not None and name in ("mixer", "beside")
         norms = {name: norm_args(getattr(self, f"_{name}").weight) for name in _NORMS}
-        layer = LayerArgs(rotary=-1 if rotary is None else rotary, **described, **norms)
+        layer = LayerArgs(rotary=rotary, **described, **norms)
         layer.mixer_scale, layer.beside_scale = self._mixer_scales
         layer.stream_scale = 1.0 if self._stream_scale is None else self._stream_scale.item()
         return layer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,30 @@ class Rotary:
             by_token = positions.T.float().index_select(1, self._axes.repeat(2))
         angles = by_token * self._inverse
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
+
+
+class Rotaries:
+    """The rotary embeddings of a model's layers, of which equal ones are computed once."""
+
+    def __init__(
+        self, ropes: Sequence[RopeConfig | None], served_len: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`ropes` are of each layer; None: it has no positions."""
+        distinct = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in distinct]
+        self.of_layers = [
+            -1 if rope is None else distinct.index(rope) for rope in ropes
+        ]  # as the native library has it
+
+    @property
+    def frequencies(self) -> list[Frequencies]:
+        """Return the frequencies of each, for the native library."""
+        return [rotary.frequencies for rotary in self._rotaries]
+
+    def __call__(self, positions: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+        """Return the cos and signed sin of each layer."""
+        angles = [*(rotary(positions) for rotary in self._rotaries), None]
+        return [angles[index] for index in self.of_layers]
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

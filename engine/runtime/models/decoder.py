@@ -19,13 +19,13 @@ from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.layer import DecoderLayer
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import Angles, LayerStates, Maker, Target
-from engine.runtime.layers.rope import Rotary
+from engine.runtime.layers.parts import LayerStates, Maker, Target
+from engine.runtime.layers.rope import Rotaries
 from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.lora.loader import AdapterRows, NativeAdapters, addends
 from engine.runtime.models.causal_lm import Described, ModelCapabilities
 from engine.runtime.models.pooler import Pooler
-from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors, norm_args
+from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors, describe_decoder, norm_args
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.native.ops import scale_logits
 from engine.runtime.schemes.linear import Embedding, Linear, Scheme, ShardedEmbedding
@@ -90,13 +90,10 @@ class Decoder:
         self._head = (
             make.linear({head: num_ids}, config.hidden_size, is_head=True, tied=tied) if config.has_head else None
         )
-        ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
-        self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
+        self._rotaries = Rotaries([layer.rope for layer in config.layers], served_len, dtype=dtype, device=device)
         self._native: NativeDecoder | None = None
         # The layers behind it read the keys and values of others, or have no mixer.
         self._last_holder = max(i for i, layer in enumerate(config.layers) if layer.mixer and layer.source is None)
-        # The rotary of each layer; the index after the last rotary stands for a layer without positions.
-        self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 
     @property
     def capabilities(self) -> ModelCapabilities:
@@ -138,16 +135,15 @@ class Decoder:
             args = None if described is None else described.args
             return self._native.forward(ids, positions, attention.paged_step, rows, args, streams, vectors)
         x = self._embedded(ids, vectors)
-        angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         inputs = None if self._inputs is None else self._inputs(ids, x)
         if self._streams is not None:
             x = self._streams.spread(x)
         delta: Tensor | None = None
-        for index, (layer, rope) in enumerate(zip(self._layers, self._rope_of, strict=True)):
+        for index, (layer, angles) in enumerate(zip(self._layers, self._rotaries(positions), strict=True)):
             if streams is not None and index in streams.layers:
                 self._copy_stream(x, delta, streams, index)
             own = partial(addends, adapters, index) if adapters else None
-            delta = layer(x, delta, angles[rope], attention, own, inputs)
+            delta = layer(x, delta, angles, attention, own, inputs)
             if vectors is not None and index + 1 < len(vectors.values):
                 x.index_add_(0, vectors.rows, vectors.values[1 + index])
             if index == self._last_holder and rows is not None and not len(rows):
@@ -218,14 +214,9 @@ class Decoder:
 
     def _describe(self) -> NativeDecoder | None:
         """Describe the model to the native library, if that holds every matrix."""
-        library, config = native(), self.config
+        config = self.config
         if self._shards is not None and self.group.address is None:
             return None  # the library has no such sums over ranks
-        ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
-        described = [layer.describe(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
-        layers = [layer for layer in described if layer is not None]
-        if library is None or self.device.type != "cpu" or len(layers) < len(described):
-            return None
         description = DecoderArgs(
             hidden=config.hidden_size,
             dtype=DTYPES[self.dtype],
@@ -247,12 +238,11 @@ class Decoder:
             description.start, description.num_altup = start, config.altup.num_streams
         if self._shards is not None:
             description.first_id, description.num_ids = self._shards.vocabulary[:2]
-        rotaries = [rotary.frequencies for rotary in self._rotaries]
-        return NativeDecoder(
-            library,
+        return describe_decoder(
             description,
-            layers,
-            rotaries,
+            [layer.describe(rotary) for layer, rotary in zip(self._layers, self._rotaries.of_layers, strict=True)],
+            self._rotaries.frequencies,
+            device=self.device,
             embedding=self.embed.described,
             norm=norm_args(self._norm.weight),
             dtype=self.dtype,

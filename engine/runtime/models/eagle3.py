@@ -23,7 +23,7 @@ from engine.runtime.layers.layer import DecoderLayer
 from engine.runtime.layers.mlp import MLP
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import Angles, LayerStates, Load, Maker
-from engine.runtime.layers.rope import Rotary
+from engine.runtime.layers.rope import Rotaries
 from engine.runtime.models.eagle3_config import Eagle3Config
 from engine.runtime.schemes.linear import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
@@ -109,10 +109,7 @@ class Eagle3:
         self._ids = self._target_ids(make, stored)
         further = (state for layer in self._layers for state in layer.states)
         self.states: Sequence[StateSpec] = [*self._first.states, *further]
-        ropes = [layer.rope for layer in model.layers]
-        self._rotaries = {
-            rope: Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes if rope is not None
-        }
+        self._rotaries = Rotaries([layer.rope for layer in model.layers], served_len, dtype=dtype, device=device)
 
     def project(self, states: Tensor) -> Tensor:
         """Return g [T, hidden] of the target's streams [T, number of streams * target's hidden]."""
@@ -125,7 +122,7 @@ class Eagle3:
 
     def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> Tensor:
         """Return the next states [T, hidden]; `ids` [T] are the tokens at positions + 1, `states` g of positions."""
-        angles = self._angles(positions)
+        angles = self._rotaries(positions)
         stream, delta = self._first(self._embed(ids), states, angles[0], attention)
         for layer, own in zip(self._layers, angles[1:], strict=True):
             delta = layer(stream, delta, own, attention, None)
@@ -136,12 +133,7 @@ class Eagle3:
         if self._layers:
             self.forward(ids, positions, states, attention)
         else:
-            self._first.store(self._embed(ids), states, self._angles(positions)[0], attention)
-
-    def _angles(self, positions: Tensor) -> list[Angles | None]:
-        """Return the angles of each layer."""
-        rope = {rope: rotary(positions) for rope, rotary in self._rotaries.items()}
-        return [None if layer.rope is None else rope[layer.rope] for layer in self._config.model.layers]
+            self._first.store(self._embed(ids), states, self._rotaries(positions)[0], attention)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return float32 logits [R, the target's vocab_size] of states; -inf for tokens that cannot be drafted."""

@@ -22,7 +22,7 @@ from engine.runtime.activation import Activation
 from engine.runtime.kv_layout import AttentionSpec, StateSpec
 from engine.runtime.layers.attention import AttentionArgs
 from engine.runtime.layers.parts import Angles, LayerStates, Maker, Target
-from engine.runtime.layers.rope import Rotary, rotate
+from engine.runtime.layers.rope import Rotaries, rotate
 from engine.runtime.lora.loader import AdapterRows
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.models.encoder_families import EncoderConfig
@@ -31,11 +31,12 @@ from engine.runtime.native.decoder import (
     NativeDecoder,
     Streams,
     Vectors,
+    describe_decoder,
     describe_part,
     layer_norm_args,
     scores_args,
 )
-from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, NormWeight, native
+from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, NormWeight
 from engine.runtime.schemes.linear import Embedding, Scheme
 
 _GATED = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
@@ -206,9 +207,7 @@ class Encoder:
             for i, reach in enumerate(config.reaches)
         ]
         self._final_norm = _Norm(make, "final_norm", config) if config.is_pre_norm else None
-        ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
-        self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
-        self._rope_of = [len(ropes) if rope is None else ropes.index(rope) for rope in config.ropes]
+        self._rotaries = Rotaries(config.ropes, served_len, dtype=dtype, device=device)
         self._state_of = [kinds.index(reach) for reach in config.reaches]
         self._native: NativeDecoder | None = None
 
@@ -219,28 +218,24 @@ class Encoder:
 
     def _describe(self) -> NativeDecoder | None:
         """Describe the model to the native library, if that can compute it."""
-        library, config = native(), self._config
+        config = self._config
         positions, types = self._positions.weight, self._types.weight
         *before, last = self._norm, *(layer.last_norm for layer in self._layers)
-        ropes = [rope if rope < len(self._rotaries) else -1 for rope in self._rope_of]
-        described = [each.describe(rope, norm) for each, rope, norm in zip(self._layers, ropes, before, strict=True)]
-        layers = [layer for layer in described if layer is not None]
         last = last or self._final_norm
-        if library is None or self.device.type != "cpu" or len(layers) < len(described) or last is None:
-            return None
-        if config.num_distances or not isinstance(positions, Tensor) or not isinstance(types, Tensor):
+        if last is None or config.num_distances or not isinstance(positions, Tensor) or not isinstance(types, Tensor):
             return None
         description = DecoderArgs(
             hidden=config.hidden_size, dtype=DTYPES[self.dtype], eps=config.norm_eps, embedding_scale=1.0, residual_scale=1.0,
-            last_holder=len(layers) - 1, type_rows=types.data_ptr(),
+            last_holder=len(self._layers) - 1, type_rows=types.data_ptr(),
         )  # fmt: skip
         if config.num_position_rows:
             description.position_rows = positions[config.first_position].data_ptr()
-        return NativeDecoder(
-            library,
+        parts = zip(self._layers, self._rotaries.of_layers, before, strict=True)
+        return describe_decoder(
             description,
-            layers,
-            [rotary.frequencies for rotary in self._rotaries],
+            [layer.describe(rotary, norm) for layer, rotary, norm in parts],
+            self._rotaries.frequencies,
+            device=self.device,
             embedding=self._words.described,
             norm=last.describe(is_of_stream=True),
             dtype=self.dtype,
@@ -267,15 +262,14 @@ class Encoder:
         if self._native is not None and attention.paged_step is not None:
             return self._native.forward(ids, positions, attention.paged_step, rows, None, types=types)
         x = self._embedded(ids, positions, types)
-        angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         bias = None
         if self._config.num_distances:
             starts = [*(positions == 0).nonzero()[:, 0].tolist(), len(positions)]
             table = self._distances.weight
             assert isinstance(table, Tensor)
             bias = _Distances(table, starts, int(positions.max()) + 1)
-        for layer, rope in zip(self._layers, self._rope_of, strict=True):
-            x = layer(x, angles[rope], attention, bias)
+        for layer, angles in zip(self._layers, self._rotaries(positions), strict=True):
+            x = layer(x, angles, attention, bias)
         if rows is not None:
             x = x.index_select(0, rows)
         return x if self._final_norm is None else self._final_norm(x)

@@ -19,11 +19,11 @@ from torch import Tensor
 from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.layer import DecoderLayer
 from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import Angles, LayerStates, Maker
-from engine.runtime.layers.rope import Rotary
+from engine.runtime.layers.parts import LayerStates, Maker
+from engine.runtime.layers.rope import Rotaries
 from engine.runtime.models.decoder import Decoder
-from engine.runtime.native.decoder import NativeDecoder, PagedStep, norm_args
-from engine.runtime.native.library import DTYPES, DecoderArgs, native
+from engine.runtime.native.decoder import NativeDecoder, PagedStep, describe_decoder, norm_args
+from engine.runtime.native.library import DTYPES, DecoderArgs
 
 
 class MTPHead:
@@ -42,9 +42,7 @@ class MTPHead:
         self._join = make.linear({"eh_proj": hidden}, 2 * hidden)
         self._layer = DecoderLayer(replace(config, layers=(settings,)), 0, make, state=0)
         self._norm = RMSNorm(make, "shared_head.norm", hidden, config)
-        self._rotary = None
-        if settings.rope is not None:
-            self._rotary = Rotary(settings.rope, served_len, dtype=make.dtype, device=make.device)
+        self._rotaries = Rotaries([settings.rope], served_len, dtype=make.dtype, device=make.device)
         self.states: Sequence[StateSpec] = self._layer.states
         self.hidden_size = self.target_hidden_size = hidden
         self.dtype = make.dtype
@@ -54,13 +52,14 @@ class MTPHead:
     @cached_property
     def _native(self) -> NativeDecoder | None:
         """Return the loaded layer as the native library's, if it computes that."""
-        library, layer = native(), self._layer.describe(None if self._rotary is None else 0)
-        if library is None or layer is None or self._device.type != "cpu":
-            return None
-        rotaries = [] if self._rotary is None else [self._rotary.frequencies]
-        empty = torch.empty(0, dtype=self.dtype)
-        return NativeDecoder(
-            library, self._args, [layer], rotaries, embedding=empty, norm=norm_args(self._norm.weight), dtype=self.dtype
+        return describe_decoder(
+            self._args,
+            [self._layer.describe(self._rotaries.of_layers[0])],
+            self._rotaries.frequencies,
+            device=self._device,
+            embedding=torch.empty(0, dtype=self.dtype),
+            norm=norm_args(self._norm.weight),
+            dtype=self.dtype,
         )
 
     def project(self, states: Tensor) -> Tensor:
@@ -72,7 +71,7 @@ class MTPHead:
         x = self._joined(ids, states)
         if self._native is not None and attention.paged_step is not None:
             return self._natively(self._native, x, positions, attention.paged_step, None)
-        return self._norm.add(x, self._layer(x, None, self._angles(positions), attention, None), self._scale)
+        return self._norm.add(x, self._layer(x, None, self._rotaries(positions)[0], attention, None), self._scale)
 
     def store(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> None:
         """Store keys and values; see Head."""
@@ -80,7 +79,7 @@ class MTPHead:
         if self._native is not None and attention.paged_step is not None:
             self._natively(self._native, x, positions, attention.paged_step, ids[:0])
         else:
-            self._layer.store(x, self._angles(positions), attention)
+            self._layer.store(x, self._rotaries(positions)[0], attention)
 
     def _joined(self, ids: Tensor, states: Tensor) -> Tensor:
         """Return the layer's input [T, hidden]."""
@@ -92,9 +91,6 @@ class MTPHead:
         """Return what the layer makes of x, which takes the place of an embedding: a row for each token."""
         self._args.embedding = x.data_ptr()
         return layer.forward(torch.arange(len(x)), positions, step, rows, None)
-
-    def _angles(self, positions: Tensor) -> Angles | None:
-        return None if self._rotary is None else self._rotary(positions)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return float32 logits [R, vocab_size]."""

@@ -115,7 +115,7 @@ def describe_part(
 
 
 class NativeDecoder:
-    """A model's description, and its forward pass."""
+    """A model's description, and its forward pass; describe_decoder makes it."""
 
     def __init__(
         self,
@@ -123,17 +123,9 @@ class NativeDecoder:
         description: DecoderArgs,
         layers: Sequence[LayerArgs],
         rotaries: Sequence[tuple[Tensor, float, Tensor | None]],
-        *,
-        embedding: Tensor | LinearArgs,
-        norm: NormWeight,
         dtype: torch.dtype,
-        state_of: Sequence[int] | None = None,
+        state_of: Sequence[int] | None,
     ) -> None:
-        """`description` has its numbers set; rotaries are (frequencies [dim / 2], magnitude, the axes of frequencies if several).
-
-        C holds the tensors' addresses, and the model the tensors. An embedding given as LinearArgs is a packed
-        matrix, perhaps that of the head. `state_of` has the state of each layer, if layers share some.
-        """
         self._library, self._decoder = library, description
         self._layers = (LayerArgs * len(layers))(*layers)
         self._rotaries = (RotaryArgs * len(rotaries))(
@@ -146,9 +138,6 @@ class NativeDecoder:
         self._bound: PagedStep | None = None
         description.layers, description.num_layers = addressof(self._layers), len(layers)
         description.rotaries, description.num_rotaries = addressof(self._rotaries), len(rotaries)
-        description.embedding = embedding.packed if isinstance(embedding, LinearArgs) else embedding.data_ptr()
-        description.embedding_format = embedding.format if isinstance(embedding, LinearArgs) else PLAIN
-        description.norm = norm
 
     def forward(
         self,
@@ -201,6 +190,32 @@ class NativeDecoder:
             layer.pool, layer.store, layer.attend = paged.pool, addressof(paged.store), addressof(paged.attend)
             layer.pool.dtype = self._decoder.dtype  # the type of the pool does not matter
         self._bound = step
+
+
+def describe_decoder(
+    description: DecoderArgs,
+    layers: Sequence[LayerArgs | None],
+    rotaries: Sequence[tuple[Tensor, float, Tensor | None]],
+    *,
+    device: torch.device,
+    embedding: Tensor | LinearArgs,
+    norm: NormWeight,
+    dtype: torch.dtype,
+    state_of: Sequence[int] | None = None,
+) -> NativeDecoder | None:
+    """Return a model of the library, or None if that does not compute each layer here.
+
+    `description` has its numbers set; rotaries are (frequencies [dim / 2], magnitude, the axes of frequencies if several).
+    C holds the tensors' addresses, and the model the tensors. An embedding given as LinearArgs is a packed matrix,
+    perhaps that of the head. `state_of` has the state of each layer, if layers share some.
+    """
+    library, known = native(), [layer for layer in layers if layer is not None]
+    if library is None or device.type != "cpu" or len(known) < len(layers):
+        return None
+    description.embedding = embedding.packed if isinstance(embedding, LinearArgs) else embedding.data_ptr()
+    description.embedding_format = embedding.format if isinstance(embedding, LinearArgs) else PLAIN
+    description.norm = norm
+    return NativeDecoder(library, description, known, rotaries, dtype, state_of)
 
 
 class Mixture:
