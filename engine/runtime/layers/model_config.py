@@ -6,6 +6,7 @@ no later code reads that file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -50,6 +51,9 @@ class MoEConfig:
         experts = self.router.num_experts * self.width * (self.latent_width or hidden_size)
         others = self.router.num_experts + self.has_shared_gate + 2 * self.latent_width
         return (2 + self.activation.is_gated) * (experts + self.shared_width * hidden_size) + others * hidden_size
+
+
+Mixtures = Sequence[MoEConfig | None]  # one a layer, None for a dense MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

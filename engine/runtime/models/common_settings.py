@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 
 from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation
-from engine.runtime.layers.model_config import HeadsConfig, LayerConfig, ModelConfig
+from engine.runtime.layers.model_config import HeadsConfig, LayerConfig, Mixtures, ModelConfig
 from engine.runtime.layers.rope_config import RopeConfig, read_rope
-from engine.runtime.models.expert_settings import Mixtures
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MOST_OF_ROW = 1 << 16  # numbers of a head, or of a latent: a thread's stack holds a row of them

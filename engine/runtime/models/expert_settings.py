@@ -6,25 +6,22 @@ that no router can have is a ModelLoadError that names the key. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from engine.core.errors import ModelLoadError
 from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation, Clamp
-from engine.runtime.layers.model_config import MoEConfig
+from engine.runtime.layers.model_config import Mixtures, MoEConfig
+from engine.runtime.models.common_settings import num_layers
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 
 _MAX_EXPERTS = 1 << 17  # of all layers; published models have up to 30,000
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
-Mixtures = Sequence[MoEConfig | None]  # one a layer, None for a dense MLP
-
 
 def qwen_experts(hf: HFConfig, *, num_experts: int, num_chosen: int, width: int, shared_width: int = 0) -> Mixtures:
     """Return the mixtures of Qwen 2 and 3; the numbers are the family's defaults."""
     if hf.values.get("num_experts") == 0:
-        return [None] * _num_layers(hf)
+        return [None] * num_layers(hf)
     router = RouterConfig(
         num_experts=_num_experts(hf, num_experts),
         num_chosen=hf.size("num_experts_per_tok", num_chosen),
@@ -39,25 +36,21 @@ def qwen_experts(hf: HFConfig, *, num_experts: int, num_chosen: int, width: int,
         has_shared_gate=bool(shared_width),
     )
     step, dense = hf.size("decoder_sparse_step", 1), hf.numbers("mlp_only_layers") if hf.has("mlp_only_layers") else ()
-    return _checked(hf, [None if i in dense or (i + 1) % step else moe for i in range(_num_layers(hf))])
+    return _checked(hf, [None if i in dense or (i + 1) % step else moe for i in range(num_layers(hf))])
 
 
-def mixtral_experts(hf: HFConfig) -> Mixtures:
+def mixtral_experts(hf: HFConfig, *, shared_width: int = 0) -> Mixtures:
     """Return Mixtral's mixtures, and Granite's: a softmax over the chosen experts."""
-    return _softmax_of_chosen(hf, shared_width=0)
-
-
-def granite_experts(hf: HFConfig, *, shared_width: int) -> Mixtures:
-    """Return Granite's mixtures with a shared expert, which has no gate; `shared_width` is the family's default."""
-    return _softmax_of_chosen(hf, shared_width=hf.integer("shared_intermediate_size", shared_width))
-
-
-def _softmax_of_chosen(hf: HFConfig, *, shared_width: int) -> Mixtures:
     router = RouterConfig(
         num_experts=_num_experts(hf, 8), num_chosen=hf.size("num_experts_per_tok", 2), is_normalised=True
     )
     moe = MoEConfig(router=router, width=hf.size("intermediate_size"), activation=_silu(hf), shared_width=shared_width)
     return _everywhere(hf, moe)
+
+
+def granite_experts(hf: HFConfig, *, shared_width: int) -> Mixtures:
+    """Return Granite's mixtures with a shared expert, which has no gate; `shared_width` is the family's default."""
+    return mixtral_experts(hf, shared_width=hf.integer("shared_intermediate_size", shared_width))
 
 
 def olmoe_experts(hf: HFConfig) -> Mixtures:
@@ -73,7 +66,7 @@ def olmoe_experts(hf: HFConfig) -> Mixtures:
 def gemma4_experts(hf: HFConfig, activation: Activation) -> Mixtures:
     """Return Gemma 4's mixtures, which stand beside dense MLPs."""
     if not hf.flag("enable_moe_block"):
-        return [None] * _num_layers(hf)
+        return [None] * num_layers(hf)
     router = RouterConfig(
         num_experts=hf.size("num_experts"),
         num_chosen=hf.size("top_k_experts"),
@@ -138,7 +131,7 @@ def lfm2_experts(hf: HFConfig) -> Mixtures:
     )
     moe = MoEConfig(router=router, width=hf.size("moe_intermediate_size", 1792), activation=_silu(hf))
     num_dense = hf.integer("num_dense_layers", 2)
-    return _checked(hf, [moe if i >= num_dense else None for i in range(_num_layers(hf))])
+    return _checked(hf, [moe if i >= num_dense else None for i in range(num_layers(hf))])
 
 
 def nemotron_experts(hf: HFConfig) -> Mixtures:
@@ -162,8 +155,8 @@ def glm4_lite_experts(hf: HFConfig) -> Mixtures:
     if not hf.has("mlp_layer_types"):
         return _deepseek_layers(hf, router, width=1536, num_shared=1, num_dense=1)
     types = hf.texts("mlp_layer_types")
-    if len(types) != _num_layers(hf) or not {"dense", "sparse"}.issuperset(types):
-        raise hf.error("mlp_layer_types", f"{_num_layers(hf)} entries, each dense or sparse")
+    if len(types) != num_layers(hf) or not {"dense", "sparse"}.issuperset(types):
+        raise hf.error("mlp_layer_types", f"{num_layers(hf)} entries, each dense or sparse")
     sparse = HFConfig({**hf.values, "first_k_dense_replace": 0}, hf.source)
     moes = _deepseek_layers(sparse, router, width=1536, num_shared=1, num_dense=0)
     return [None if kind == "dense" else moe for kind, moe in zip(types, moes, strict=True)]
@@ -195,11 +188,11 @@ def _deepseek_layers(hf: HFConfig, router: RouterConfig, *, width: int, num_shar
         shared_width=width * hf.integer("n_shared_experts", num_shared),
     )
     first, step = hf.integer("first_k_dense_replace", num_dense), hf.size("moe_layer_freq", 1)
-    return _checked(hf, [moe if i >= first and i % step == 0 else None for i in range(_num_layers(hf))])
+    return _checked(hf, [moe if i >= first and i % step == 0 else None for i in range(num_layers(hf))])
 
 
 def _everywhere(hf: HFConfig, moe: MoEConfig) -> Mixtures:
-    return _checked(hf, [moe] * _num_layers(hf))
+    return _checked(hf, [moe] * num_layers(hf))
 
 
 def _checked(hf: HFConfig, moes: Mixtures) -> Mixtures:
@@ -223,10 +216,6 @@ def _checked(hf: HFConfig, moes: Mixtures) -> Mixtures:
         key = "n_shared_experts" if hf.has("n_shared_experts") else "shared_intermediate_size"
         raise hf.error(key, "0 or more")
     return moes
-
-
-def _num_layers(hf: HFConfig) -> int:
-    return hf.size("num_hidden_layers")
 
 
 def _num_experts(hf: HFConfig, default: int) -> int:

@@ -21,13 +21,13 @@ from engine.runtime.layers.model_config import (
     HeadsConfig,
     LatentConfig,
     LayerConfig,
+    Mixtures,
     ModelConfig,
     NormPlacement,
     QKNorm,
 )
 from engine.runtime.models import common_settings as common
 from engine.runtime.models.expert_settings import (
-    Mixtures,
     deepseek_v2_experts,
     deepseek_v3_experts,
     gemma4_experts,

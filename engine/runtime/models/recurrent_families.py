@@ -12,6 +12,7 @@ from engine.runtime.layers.model_config import (
     DeltaConfig,
     LayerConfig,
     MambaConfig,
+    Mixtures,
     ModelConfig,
     NormPlacement,
     QKNorm,
@@ -19,7 +20,6 @@ from engine.runtime.layers.model_config import (
 )
 from engine.runtime.models import common_settings as common
 from engine.runtime.models.expert_settings import (
-    Mixtures,
     granite_experts,
     lfm2_experts,
     nemotron_experts,
