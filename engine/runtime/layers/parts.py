@@ -275,24 +275,21 @@ class Maker(NamedTuple):
 
     def embedding(self, name: str, num_rows: int, num_inputs: int, embedding: Embedding) -> None:
         """Load an embedding [num_rows, num_inputs]."""
-        empty = self._empty({name: num_rows}, num_inputs)
 
-        def take(stored: Mapping[str, StoredTensor]) -> None:
-            embedding.weight = self.scheme.embedding(self._filled(empty, stored))
+        def take(matrix: Matrix) -> None:
+            embedding.weight = self.scheme.embedding(matrix)
 
-        self.loads.append(Load(self._shapes(empty), take, _share(empty)))
+        self.matrix(name, num_rows, num_inputs, take)
 
     def table(self, name: str, num_rows: int, num_inputs: int, embedding: Embedding) -> None:
         """Load an embedding of which few rows are read; on a CPU rows of floats stay in the file, in its type."""
-        empty = self._empty({name: num_rows}, num_inputs)
 
-        def take(stored: Mapping[str, StoredTensor]) -> None:
-            matrix = self._filled(empty, stored)
+        def take(matrix: Matrix) -> None:
             rows = stored_rows(matrix)
             found = None if rows is None else floats_of(rows[0])
             embedding.weight = self.scheme.embedding(matrix) if found is None else found
 
-        self.loads.append(Load(self._shapes(empty), take))
+        self.matrix(name, num_rows, num_inputs, take)
 
     def _division(self, module: str) -> Division:
         return self.plan.get(module.removeprefix(self.prefix), REPLICATED)

@@ -157,6 +157,8 @@ class _Given(nn.Module):
 class _Overhear:
     """Records each layer's attention settings, and returns its values."""
 
+    paged_step, from_projected = None, None  # there is no pool, nor a backend
+
     def __init__(self, source: str) -> None:
         self._source = source
         self._specs: dict[int, AttentionSpec] = {}
@@ -170,16 +172,6 @@ class _Overhear:
         self._specs[layer] = replace(spec, source=source)
         if source is None:
             self._heard.append((key, value, layer))
-
-    @property
-    def paged_step(self) -> None:
-        """There is no pool."""
-        return
-
-    @property
-    def from_projected(self) -> None:
-        """Nor a backend."""
-        return
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - the protocol's
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
