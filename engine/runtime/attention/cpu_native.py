@@ -63,11 +63,8 @@ class CpuNativeAttention(AttentionBackend):
         assert k.shape[1:] == v.shape[1:] == (pool.num_kv_heads, spec.head_dim)
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
         if spec.source is None:
-            store = StoreArgs.from_buffer_copy(self._store)
-            store.pool = pool
-            store.k, store.k_stride = k.data_ptr(), k.stride(0)
-            store.v, store.v_stride = v.data_ptr(), v.stride(0)
-            self._library.store(store)
+            rows, step = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)), self._store
+            self._library.store(StoreArgs(pool, *rows, step.num_tokens, step.slots))
 
         out = torch.empty((*q.shape[:2], spec.out_dim), dtype=q.dtype)
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()

@@ -24,7 +24,7 @@ from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm, add_rms_norm
 from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerStates, Load, Maker, adapted
 from engine.runtime.native.decoder import describe_part, norm_args
-from engine.runtime.native.library import DTYPES, PLAIN, LayerArgs, LinearArgs, PartArgs
+from engine.runtime.native.library import LayerArgs, LinearArgs, PartArgs
 from engine.runtime.native.structs import mirror, structure
 from engine.runtime.schemes.linear import Embedding, activate
 
@@ -68,12 +68,17 @@ class PerLayerInputs:
         table = self._table.described
         if self._projection.args is None:
             return None
-        self._args = InputsArgs(projection=self._projection.args, norm=norm_args(self._norm), width=self._width)
-        self._args.scale, self._args.eps, self._args.num_rows = self._scale, self._eps, self._num_rows
-        if isinstance(table, LinearArgs):
-            self._args.table, self._args.format, self._args.dtype = table.packed, table.format, table.dtype
-        else:
-            self._args.table, self._args.format, self._args.dtype = table.data_ptr(), PLAIN, DTYPES[table.dtype]
+        self._args = InputsArgs(
+            table=table.packed,
+            format=table.format,
+            dtype=table.dtype,
+            num_rows=self._num_rows,
+            width=self._width,
+            projection=self._projection.args,
+            norm=norm_args(self._norm),
+            scale=self._scale,
+            eps=self._eps,
+        )
         return self._args
 
 

@@ -155,11 +155,16 @@ class Attention:
         if self._full_norm is not None and self._group.size > 1:
             return None
         num_kv_heads, head_dim = self._shape[1] - self._heads, self._shape[2]
-        self._args = AttentionArgs(scores=scores_args(self.states[0]), num_kv_heads=num_kv_heads, head_dim=head_dim)
-        self._args.clip, self._args.gates = self._clip or 0.0, self._gates
+        self._args = AttentionArgs(
+            scores=scores_args(self.states[0]),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            clip=self._clip or 0.0,
+            gates=self._gates,
+            v=norm_args(self._value_weight),
+        )
         norm = self._head_norm or self._full_norm
         if norm is not None:
             self._args.qk_norm = _FULL if norm is self._full_norm else _BY_HEAD
             self._args.q, self._args.k = norm_args(norm.q.weight), norm_args(norm.k.weight)
-        self._args.v = norm_args(self._value_weight)
         return describe_part("attention", (self._qkv.args, self._o.args), self._args)

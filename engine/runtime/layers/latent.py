@@ -145,13 +145,19 @@ class LatentAttention:
         queries = LinearArgs() if self._queries is None else self._queries.args
         if queries is None or not (isinstance(self._keys, NativeHeads) and isinstance(self._values, NativeHeads)):
             return None
-        self._args = LatentArgs(scores=scores_args(self.states[0]), queries=queries, eps=_NORM_EPS)
-        self._args.keys, self._args.values = self._keys.address, self._values.address
-        self._args.rank, self._args.nope_dim, self._args.rope_dim = self._rank, self._nope_dim, self._rope_dim
-        self._args.is_interleaved = self._is_interleaved
-        self._args.k = norm_args(self._key_norm.weight)
-        if self._query_norm is not None:
-            self._args.q = norm_args(self._query_norm.weight)
+        self._args = LatentArgs(
+            scores=scores_args(self.states[0]),
+            queries=queries,
+            keys=self._keys.address,
+            values=self._values.address,
+            rank=self._rank,
+            nope_dim=self._nope_dim,
+            rope_dim=self._rope_dim,
+            is_interleaved=self._is_interleaved,
+            q=norm_args(None if self._query_norm is None else self._query_norm.weight),
+            k=norm_args(self._key_norm.weight),
+            eps=_NORM_EPS,
+        )
         return describe_part("latent", (self._down.args, self._o.args), self._args)
 
     def _rotate(self, q: Tensor, k: Tensor, angles: Angles) -> Tensor:

@@ -165,7 +165,8 @@ class DecoderLayer:
                 described[name] = args
                 args.reads_rows = self._beside is not None and name in ("mixer", "beside")
         norms = {name: norm_args(getattr(self, f"_{name}").weight) for name in _NORMS}
-        layer = LayerArgs(rotary=rotary, **described, **norms)
-        layer.mixer_scale, layer.beside_scale = self._mixer_scales
-        layer.stream_scale = 1.0 if self._stream_scale is None else self._stream_scale.item()
-        return layer
+        scale = 1.0 if self._stream_scale is None else self._stream_scale.item()
+        mixer, beside = self._mixer_scales
+        return LayerArgs(
+            rotary=rotary, mixer_scale=mixer, beside_scale=beside, stream_scale=scale, **described, **norms
+        )

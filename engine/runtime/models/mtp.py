@@ -23,7 +23,7 @@ from engine.runtime.layers.parts import LayerStates, Maker
 from engine.runtime.layers.rope import Rotaries
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.native.decoder import NativeDecoder, PagedStep, describe_decoder, norm_args
-from engine.runtime.native.library import DTYPES, DecoderArgs
+from engine.runtime.native.library import DTYPES, PLAIN, DecoderArgs, LinearArgs
 
 
 class MTPHead:
@@ -46,8 +46,13 @@ class MTPHead:
         self.states: Sequence[StateSpec] = self._layer.states
         self.hidden_size = self.target_hidden_size = hidden
         self.dtype = make.dtype
-        self._args = DecoderArgs(hidden=hidden, dtype=DTYPES[make.dtype], eps=config.norm_eps, embedding_scale=1.0)
-        self._args.residual_scale = self._scale
+        self._args = DecoderArgs(
+            hidden=hidden,
+            dtype=DTYPES[make.dtype],
+            eps=config.norm_eps,
+            embedding_scale=1.0,
+            residual_scale=self._scale,
+        )
 
     @cached_property
     def _native(self) -> NativeDecoder | None:
@@ -57,7 +62,7 @@ class MTPHead:
             [self._layer.describe(self._rotaries.of_layers[0])],
             self._rotaries.frequencies,
             device=self._device,
-            embedding=torch.empty(0, dtype=self.dtype),
+            embedding=LinearArgs(format=PLAIN),
             norm=norm_args(self._norm.weight),
             dtype=self.dtype,
         )

@@ -79,14 +79,19 @@ class TowerOps(TorchFunctionMode):
         blocks, slots = torch.arange(pool.shape[1], dtype=torch.int32), torch.arange(num)
         starts, ends = torch.tensor([0, num], dtype=torch.int32), torch.full((num,), num, dtype=torch.int32)
         out = torch.empty(queries.shape, dtype=queries.dtype)
-        args = Pool(pool[0].data_ptr(), pool[1].data_ptr(), pool.stride(2), pool.stride(1), heads, width, _KEYS)
-        args.dtype = DTYPES[keys.dtype]
+        args = Pool(
+            pool[0].data_ptr(), pool[1].data_ptr(), pool.stride(2), pool.stride(1), heads, width, _KEYS,
+            dtype=DTYPES[keys.dtype],
+        )  # fmt: skip
         rows = keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0)
         library.store(StoreArgs(args, *rows, num, slots.data_ptr()))
-        attend = AttendArgs(args, queries.data_ptr(), out.data_ptr(), queries.stride(0), heads, 1, len(blocks))
-        attend.query_starts, attend.context_lens = starts.data_ptr(), ends.data_ptr()
-        attend.block_tables, attend.ends, attend.scale = blocks.data_ptr(), ends.data_ptr(), scale
-        library.attend(attend)
+        library.attend(
+            AttendArgs(
+                args, queries.data_ptr(), out.data_ptr(), queries.stride(0), heads, 1, len(blocks),
+                query_starts=starts.data_ptr(), context_lens=ends.data_ptr(), block_tables=blocks.data_ptr(),
+                ends=ends.data_ptr(), scale=scale,
+            )
+        )  # fmt: skip
         return out[..., : q.shape[-1]].transpose(0, 1)
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.native.library import (
     DTYPES,
-    PLAIN,
     AdaptersArgs,
     AttendArgs,
     DecoderArgs,
@@ -157,6 +156,7 @@ class NativeDecoder:
         args = ForwardArgs(
             self.bound_to(step), ids.data_ptr(), positions.data_ptr(), None if types is None else types.data_ptr(),
             None if rows is None else rows.data_ptr(), hidden.data_ptr(), num_tokens, num_rows,
+            axis_step=num_tokens if positions.dim() > 1 else 0,
         )  # fmt: skip
         if adapters is not None:
             args.adapters = adapters
@@ -164,7 +164,6 @@ class NativeDecoder:
             layers = (c_int64 * len(streams.layers))(*streams.layers)  # lives as long as the call
             args.streams, args.stream_layers = streams.out.data_ptr(), addressof(layers)
             args.num_streams = len(layers)
-        args.axis_step = num_tokens if positions.dim() > 1 else 0
         if vectors is not None:
             places, values = torch.full_like(ids, -1), vectors.values.float()  # live as long as the call
             places[vectors.rows] = torch.arange(len(vectors.rows))
@@ -198,7 +197,7 @@ def describe_decoder(
     rotaries: Sequence[tuple[Tensor, float, Tensor | None]],
     *,
     device: torch.device,
-    embedding: Tensor | LinearArgs,
+    embedding: LinearArgs,
     norm: NormWeight,
     dtype: torch.dtype,
     state_of: Sequence[int] | None = None,
@@ -206,14 +205,13 @@ def describe_decoder(
     """Return a model of the library, or None if that does not compute each layer here.
 
     `description` has its numbers set; rotaries are (frequencies [dim / 2], magnitude, the axes of frequencies if several).
-    C holds the tensors' addresses, and the model the tensors. An embedding given as LinearArgs is a packed matrix,
-    perhaps that of the head. `state_of` has the state of each layer, if layers share some.
+    C holds the tensors' addresses, and the model the tensors. `state_of` has the state of each layer, if layers share
+    some.
     """
     library, known = native(), [layer for layer in layers if layer is not None]
     if library is None or device.type != "cpu" or len(known) < len(layers):
         return None
-    description.embedding = embedding.packed if isinstance(embedding, LinearArgs) else embedding.data_ptr()
-    description.embedding_format = embedding.format if isinstance(embedding, LinearArgs) else PLAIN
+    description.embedding, description.embedding_format = embedding.packed, embedding.format
     description.norm = norm
     return NativeDecoder(library, description, known, rotaries, dtype, state_of)
 

@@ -63,15 +63,15 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         x = residual.float() if weight.dtype != residual.dtype else residual
         return F.rms_norm(x, weight.shape, weight, eps).to(residual.dtype)
     out = torch.empty(residual.shape, dtype=residual.dtype)
-    args = NormArgs(eps=eps, alpha=alpha, dtype=DTYPES[residual.dtype], weight_dtype=DTYPES[weight.dtype])
-    args.stream_dtype = args.dtype
-    args.rows, args.width = residual.shape
-    args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
+    dtype, (num_rows, width) = DTYPES[residual.dtype], residual.shape
+    args = NormArgs(
+        residual.data_ptr(), None, weight.data_ptr(), out.data_ptr(),
+        rows=num_rows, width=width, residual_stride=residual.stride(0), out_stride=out.stride(0),
+        dtype=dtype, weight_dtype=DTYPES[weight.dtype], stream_dtype=dtype, alpha=alpha, eps=eps,
+    )  # fmt: skip
     if delta is not None:
         assert delta.shape == residual.shape
         args.delta, args.delta_stride = delta.data_ptr(), delta.stride(0)
-    args.weight = weight.data_ptr()
-    args.out, args.out_stride = out.data_ptr(), out.stride(0)
     library.add_rms_norm(args)
     return out
 
@@ -91,10 +91,13 @@ def rotate_heads(qk: Tensor, cos: Tensor, signed_sin: Tensor) -> None:
         return
     assert cos.is_contiguous()
     assert signed_sin.is_contiguous()
-    args = RopeArgs(qk.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), dtype=DTYPES[qk.dtype])
-    args.angle_dtype, args.num_heads = args.dtype, qk.shape[1]
-    args.tokens, args.stride, args.head_dim, args.rope_dim = qk.shape[0], qk.stride(0), dim, rope_dim
-    library.rope(args)
+    num_tokens, num_heads, dtype = *qk.shape[:2], DTYPES[qk.dtype]
+    library.rope(
+        RopeArgs(
+            qk.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), tokens=num_tokens, stride=qk.stride(0),
+            num_heads=num_heads, head_dim=dim, rope_dim=rope_dim, dtype=dtype, angle_dtype=dtype,
+        )
+    )  # fmt: skip
 
 
 def scale_logits(logits: Tensor, multiplier: float, cap: float) -> None:
@@ -168,8 +171,7 @@ class NativeLinear:
         assert (DTYPES[x.dtype], num_inputs) == (linear.dtype, linear.k)
         num_columns = linear.n // 2 if linear.activation not in _UNGATED else linear.n
         y = torch.empty(num_rows, num_columns, dtype=dtype or x.dtype)
-        args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), num_rows, num_inputs, num_columns)
-        args.y_dtype = DTYPES[y.dtype]
+        args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), num_rows, num_inputs, num_columns, DTYPES[y.dtype])
         if addends:
             lows = [low.to(library.low_dtype(up)).contiguous() for _, low, up in addends]
             of_rows = torch.zeros(len(x), 2, dtype=torch.int64)  # addresses, in the layout of struct addend
@@ -189,11 +191,13 @@ class NativeLinear:
             if self._scales is not None:
                 stored.kind = DTYPES[_FLOATS[part.kind]]
                 assert stored.kind == self.args.dtype
-            args = PackArgs(
-                stored, self.args.packed, self.args.scales, first_row, self.args.n, self.args.k, part.head_rows
+            linear = self.args
+            sizes = (first_row, linear.n, linear.k, part.head_rows)
+            calls.append(
+                PackArgs(
+                    stored, linear.packed, linear.scales, *sizes, format=linear.format, activation=linear.activation
+                )
             )
-            args.format, args.activation = self.args.format, self.args.activation
-            calls.append(args)
             first_row += part.num_rows
         work = partial(_pack, self._library, calls, (self._packed, parts))
         is_large = self.args.n * self.args.k >= _WORTH_A_THREAD
@@ -243,15 +247,20 @@ def stored_args(part: StoredRows | RepackedRows) -> RowsArgs:
         args.codes = pointer(codes)  # which keeps it alive
         args.row_bytes, args.num_rows, args.kind = part.row_bytes, part.num_rows, part.kind
         return args
-    args = RowsArgs(offset=part.offset, row_bytes=part.rows.shape[1], num_rows=len(part.rows), kind=part.kind)
-    args.factor = part.factor
+    grid = _grid(part.kind)
+    args = RowsArgs(
+        offset=part.offset,
+        row_bytes=part.rows.shape[1],
+        num_rows=len(part.rows),
+        kind=part.kind,
+        factor=part.factor,
+        grid=None if grid is None else grid.ctypes.data,
+    )
     if part.file is not None:
         args.file, args.step = part.file.number, part.rows.strides[0]
     else:
         assert part.rows.flags.c_contiguous
         args.rows = part.rows.ctypes.data
-    grid = _grid(part.kind)
-    args.grid = None if grid is None else grid.ctypes.data
     return args
 
 

@@ -26,7 +26,7 @@ from engine.runtime.activation import Activation, code_of
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.build import why_no_kernels
-from engine.runtime.native.library import Library, LinearArgs, WeightFormat, native
+from engine.runtime.native.library import DTYPES, PLAIN, Library, LinearArgs, WeightFormat, native
 from engine.runtime.native.ops import FLOAT_FORMATS, PANEL, NativeHeads, NativeLinear, holds_floats, rows_of
 from engine.runtime.native.rows import RepackedRows, StoredRows
 from engine.runtime.parallel.group import Group
@@ -141,9 +141,11 @@ class Embedding:
         return F.embedding(ids, self.weight) if isinstance(self.weight, Tensor) else self.weight.rows(ids)
 
     @property
-    def described(self) -> Tensor | LinearArgs:
+    def described(self) -> LinearArgs:
         """Return the matrix as the native decoder takes it."""
-        return self.weight if isinstance(self.weight, Tensor) else self.weight.args
+        if isinstance(self.weight, Tensor):
+            return LinearArgs(self.weight.data_ptr(), format=PLAIN, dtype=DTYPES[self.weight.dtype])
+        return self.weight.args
 
 
 class ShardedEmbedding(Embedding):
