@@ -204,6 +204,7 @@ def _model_parts(shared: Mapping[str, Any], config: AppConfig, loaded: LoadedMod
     model = ServedModel(engine, preprocessor, config, _reader(images, config))
     live = LiveView(engine)
     client = EngineClient(engine)
+    judge = Judge.of(model, client, is_strict=config.guard_strict)
     responder = Responder(
         client=client,
         tokenizer=tokenizer,
@@ -216,7 +217,7 @@ def _model_parts(shared: Mapping[str, Any], config: AppConfig, loaded: LoadedMod
         receiver=Receiver(engine, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
         if config.role == "decode"
         else None,
-        guard=_guard(config, shared["models"]),
+        guard=_guard(config, shared["models"], judge),
     )
     parts = ModelParts(
         config=config,
@@ -226,16 +227,16 @@ def _model_parts(shared: Mapping[str, Any], config: AppConfig, loaded: LoadedMod
         responder=responder,
         live=live,
         forget=partial(shared["metrics"].remove_model, config.served_model_names[0]),
-        judge=Judge.of(model, client, is_strict=config.guard_strict),
+        judge=judge,
     )
     shared["metrics"].add_model(parts.name, engine, None if history is None else history.counts)
     return parts
 
 
-def _guard(config: AppConfig, models: Models) -> ContentGuard | None:
-    """Return what judges a model's prompts and answers; None for the guard itself."""
+def _guard(config: AppConfig, models: Models, judge: Judge | None) -> ContentGuard | None:
+    """Return what judges a model's prompts and answers; None for the guard itself, which is the judge."""
     name = config.guard
-    if name is None or name in config.served_model_names:
+    if name is None or (judge is not None and name in config.served_model_names):
         return None
     return ContentGuard(name, config.guard_every, partial(models.borrow_judge, name))
 

@@ -173,9 +173,9 @@ def prepare_all(settings: Settings) -> list[_Plan]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"Two models have the name {twice!r}; give one another served-model-name.")
     _check_shared(plans)
-    for plan in plans:
-        if plan.app.guard not in (None, *names):
-            raise ConfigError(f"--guard is {plan.app.guard!r}, which is not served here; serve it beside this model.")
+    guards = [None, *(name for plan in plans for name in plan.app.served_model_names)]
+    if missing := [plan.app.guard for plan in plans if plan.app.guard not in guards]:
+        raise ConfigError(f"--guard is {missing[0]!r}, which is no model here; serve it beside this one.")
     return plans
 
 

@@ -104,11 +104,18 @@ def test_the_daemon_says_what_it_has(daemon: Daemon) -> None:
         (("{llama}", "{wide}", "--served-model-name", "a"), "--models does not go with"),
         (("{llama}", "{wide}", "--record", "file"), "serve such a model alone"),
         (("{llama}", "/nowhere/at/all"), "/nowhere/at/all"),
-        (("{llama}", "{wide}", "--guard", "other"), "which is not served here"),
+        (("{llama}", "{wide}", "--guard", "other"), "'other', which is no model here"),
     ],
 )
 def test_what_cannot_be_is_refused(folders: dict[str, Path], words: tuple[str, ...], sentence: str) -> None:
     assert sentence in refusal(*(word.format(**folders) for word in words))
+
+
+def test_an_adapter_is_no_guard(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    sentence = refusal(folders["llama"], "--lora-modules", f"one={tmp_path}", "--guard", "one")
+    assert "--guard is 'one', which is no model here" in sentence
 
 
 @pytest.mark.parametrize(

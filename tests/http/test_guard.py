@@ -127,9 +127,11 @@ def test_an_unsafe_prompt_is_not_answered(url: str) -> None:
         assert choice["message"]["content"] == ""
         assert choice["finish_reason"] == "content_filter"
         assert choice["content_filter_results"] == {"S1": {"filtered": True}, "S9": {"filtered": True}}
-    chunks = stream(url, "bomb")
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == ["content_filter"]
-    assert not chunks[0]["choices"][0]["delta"]["content"]
+    chunks = [chunk["choices"][0] for chunk in stream(url, "bomb", n=2)]
+    for index in range(2):
+        first, last = [each for each in chunks if each["index"] == index]
+        assert first["delta"] == {"role": "assistant", "content": ""}
+        assert (last["delta"], last["finish_reason"]) == ({"content": ""}, "content_filter")
 
 
 # The parrot says what stands before the first |, in whatever turn that is.
@@ -274,6 +276,11 @@ def test_a_template_that_leaves_the_text_out_is_no_guard(guarded: Callable[..., 
 def test_a_model_that_is_no_guard_is_refused() -> None:
     with pytest.raises(ConfigError, match="neither Llama Guard's nor Qwen3Guard-Gen's"):
         ContentGuard("chat", 1, lambda: nullcontext(None)).check()
+
+
+def test_a_model_that_is_no_guard_does_not_guard_itself(serve: Callable[..., Live]) -> None:
+    with pytest.raises(ConfigError, match="--guard is 'parrot', but its chat template is neither"):
+        serve(guard="parrot")
 
 
 def test_everything_that_is_said_is_judged() -> None:

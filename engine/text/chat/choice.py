@@ -159,7 +159,8 @@ class Choice:
 
     def block(self, categories: Sequence[str]) -> None:
         """End the choice without what was not taken, which a guard found unsafe."""
-        prompt, before, reason = self._delta.prompt, self._delta.num_calls_before, FinishReason.CONTENT_FILTER
+        before, reason = self._delta.num_calls_before, FinishReason.CONTENT_FILTER
+        prompt = self._delta.prompt or (None if self.num_tokens else PromptInfo(0, None))  # it marks the first delta
         self._delta = Delta(prompt=prompt, num_calls_before=before, finish_reason=reason, filtered=categories)
         self.is_done = True
 
