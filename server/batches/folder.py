@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -35,6 +36,9 @@ class DataFolder:
                 if (path / name).exists():
                     check_regular(path / name)
             self._lock = (path / "lock").open("w")
+            self.database.touch()
+            with suppress(PermissionError):  # another user's, in a folder that several share
+                self.database.chmod(0o600)  # the folder may have been there
         except OSError as error:
             raise ConfigError(f"--data-dir is {str(path)!r}, which cannot be used: {error.strerror}.") from error
         try:

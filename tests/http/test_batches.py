@@ -160,6 +160,14 @@ def test_lists_have_pages(client: openai.OpenAI) -> None:
     assert len(list(client.files.list())) == 6
 
 
+def test_no_other_user_reads_the_database(serve: Serve, tmp_path: Path) -> None:
+    """The folder may have been there, open to all."""
+    tmp_path.chmod(0o755)
+    (tmp_path / "batches.sqlite").touch(0o644)
+    serve(data_dir=tmp_path)
+    assert {path.stat().st_mode & 0o77 for path in tmp_path.glob("batches.sqlite*")} == {0}
+
+
 def test_files_come_and_go(client: openai.OpenAI, served: Live, tmp_path: Path) -> None:
     content = bytes(range(256)) * 8000  # several pieces, and nothing of it is text
     file = client.files.create(file=("../../etc/passwd", content), purpose="batch")
