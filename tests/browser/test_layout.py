@@ -133,6 +133,25 @@ def test_a_chat_is_held_by_keyboard_alone(serve: Serve, open_page: Open) -> None
     expect(page.get_by_role("button", name="More")).to_be_focused()
 
 
+# What a field shows while it is empty, and is wider than the field.
+CUT = """() => [...document.querySelectorAll("#settings input[placeholder]")].filter((each) => {
+  const style = getComputedStyle(each), canvas = document.createElement("canvas").getContext("2d");
+  canvas.font = style.font;
+  const room = each.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+  return canvas.measureText(each.placeholder).width > room;
+}).map((each) => each.name)"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_settings_show_the_whole_of_what_they_are_by_default(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    page.get_by_role("button", name="Chat", exact=True).click() if width <= 940 else None
+    page.get_by_role("button", name="Settings", exact=True).click()
+    expect(page.get_by_label("Max tokens")).to_be_visible()
+    assert page.evaluate(CUT) == []
+    page.get_by_role("button", name="Done").click()
+
+
 # -- contrast ----------------------------------------------------------------------------------------------------------
 
 TEXTS = ("ink", "soft", "faint", "accent", "danger")
