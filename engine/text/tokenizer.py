@@ -245,13 +245,14 @@ class StopStrings:
     Of two that end at the same character, the longer one wins. The result does not depend on how the text was cut.
     """
 
-    __slots__ = ("_held", "_include", "_stops", "matched")
+    __slots__ = ("_held", "_include", "_stops", "matched", "num_cut")
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
         self._stops = tuple(stops)
         self._include = include_in_output
         self._held = ""
         self.matched: str | None = None
+        self.num_cut = 0  # characters that are not shown
 
     def push(self, text: str) -> str:
         """Return the text that is safe to show; it is the last if `matched` is set."""
@@ -259,8 +260,9 @@ class StopStrings:
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
             end, start, self.matched = min(found)
-            self._held = ""
-            return text[: end if self._include else start]
+            self._held, shown = "", text[: end if self._include else start]
+            self.num_cut = len(text) - len(shown)
+            return shown
         safe = len(text) - held_back(text, self._stops)
         self._held = text[safe:]
         return text[:safe]

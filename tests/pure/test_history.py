@@ -102,6 +102,18 @@ def test_an_answer_that_comes_back_has_the_ids_it_was_generated_in(is_cut: bool)
     assert (chats.history.counts.num_sought, chats.history.counts.num_used) == (3, 3)
 
 
+@pytest.mark.parametrize("stop", ["c!", "bc!", "!d", "ä", "zz"])
+def test_an_answer_that_a_stop_string_cut_has_its_ids_up_to_there(stop: str) -> None:
+    """The stop string may begin within a token, here `abc` of `abc!d`, or within a character."""
+    chats = Chats()
+    first, ids = chats.prepare("ab", stop=[stop]), TOKENIZER.encode("abc!däzz", add_special_tokens=False)
+    said = chats.answer(first, [*spelled("abcd"), *ids]).text
+    assert said == "abcdabc!däzz".partition(stop)[0]
+    later = chats.prepare("ab", said, "cd")
+    assert later.prompt[: len(first.prompt) + 4] == first.prompt + spelled("abcd")
+    assert chats.history.counts.num_used == 1
+
+
 def test_an_answer_without_text_is_not_part_of_its_prompt() -> None:
     """Of ids that the tokenizer does not have, as a vocabulary that is padded lets a model say."""
     chats = Chats()

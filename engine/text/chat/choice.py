@@ -274,7 +274,8 @@ class Choice:
         self._delta.has_called = self._num_calls > 0
         self.is_done = True
         if self._rules.turn is not None and self._ids:
-            self._rules.turn.remember(self._ids, has_end=self._ids[-1] in self._rules.ending_ids)
+            has_end, num_cut = self._ids[-1] in self._rules.ending_ids, self._stops.num_cut if self._stops else 0
+            self._rules.turn.remember(self._ids, has_end=has_end, num_cut=num_cut)
 
 
 def _failure(event: TokenEvent) -> Exception:

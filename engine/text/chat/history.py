@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -223,10 +224,10 @@ class ChatTurn:
         self.prompt.tag = tag
         self.history.prompts.add(self.prompt, self.forks.own)
 
-    def remember(self, ids: Sequence[int], *, has_end: bool) -> None:
-        """Remember an answer, whose last token may be its end."""
+    def remember(self, ids: Sequence[int], *, has_end: bool, num_cut: int = 0) -> None:
+        """Remember an answer, whose last token may be its end, and whose last characters a stop string may have cut."""
         if self.place is not None:
-            self.history.remember(self.place, ids[:-1] if has_end else ids)
+            self.history.remember(self.place, ids[:-1] if has_end else ids, num_cut)
         self.history.prompts.answer(self.prompt, ids[:-1])  # the last one is never computed
 
 
@@ -282,11 +283,19 @@ class AnswerHistory:
         begun = found[-1][1] if is_continued else _Answer(len(text), array("I"))
         return ids, AnswerPlace(digest, ids[-_NUM_CONTEXT:], begun, len(found))
 
-    def remember(self, place: AnswerPlace, ids: Sequence[int]) -> None:
-        """Remember the ids of an answer, without the token that ended it."""
-        decode = self._tokenizer.decode
-        before = decode(place.before, skip_special_tokens=False)
-        text = decode([*place.before, *ids], skip_special_tokens=False)
+    def remember(self, place: AnswerPlace, ids: Sequence[int], num_cut: int = 0) -> None:
+        """Remember the ids of an answer, without the token that ended it, and without so many characters at its end."""
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._tokenizer.decode([*place.before, *ids], skip_special_tokens=False)
+
+        before, text = decode(()), decode(ids)
+        if num_cut:  # the last token that is shown may be cut in two
+            text, first = text[:-num_cut], max(len(ids) - 4 * num_cut - 4, 0)  # a character is of 4 ids at most
+            num = bisect_right(range(len(ids)), len(text), first, key=lambda num: len(decode(ids[:num]))) - 1
+            ids = [*ids[:num], *self._encode(text[len(decode(ids[:num])) :])]
+            if decode(ids) != text:
+                return
         if text == before or not text.startswith(
             before
         ):  # ids that are no text would be found behind the prompt itself
