@@ -89,9 +89,12 @@ def _split_keys(value: object) -> object:
     if isinstance(keys, list):  # llama-server's --api-key separates keys with commas, too
         keys = [key for each in keys for key in (each.split(",") if isinstance(each, str) else [each])]
     if isinstance(keys, list) and not (
-        keys and all(not isinstance(key, str) or (key and key == key.strip()) for key in keys)
+        keys and all(not isinstance(key, str) or (key and key == key.strip() and key.isprintable()) for key in keys)
     ):
-        sentence = "a key is empty, or begins or ends with a space; give every key, or leave the setting out"
+        sentence = (
+            "a key is empty, or begins or ends with a space, or has a character that no client sends; give every key, or "
+            "leave the setting out"
+        )
         raise PydanticCustomError("empty_key", sentence)
     return keys
 

@@ -161,8 +161,9 @@ def _digests(entry: _Tenant) -> list[bytes]:
         if not os.environ.get(variable):
             raise ValueError(f"in which the key of tenant {entry.name} is the variable {variable}, which is not set")
         keys.append(os.environ[variable])
-    if not all(key and key == key.strip() for key in keys):
-        raise ValueError(f"in which a key of tenant {entry.name} is empty, or begins or ends with a space")
+    if not all(key and key == key.strip() and key.isprintable() for key in keys):
+        odd = "is empty, or begins or ends with a space, or has a character that no client sends"
+        raise ValueError(f"in which a key of tenant {entry.name} {odd}")
     found = [sha256(key.encode()).digest() for key in keys]
     for text in entry.key_sha256:
         if len(text) != 64 or not set(text.lower()) <= set("0123456789abcdef"):

@@ -111,6 +111,16 @@ def test_what_cannot_be_is_refused(folders: dict[str, Path], words: tuple[str, .
     assert sentence in refusal(*(word.format(**folders) for word in words))
 
 
+@pytest.mark.parametrize("flag", ["--model", "--served-model-name", "--lora-modules"])
+def test_a_name_in_answers_is_text(flag: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    odd = tmp_path / "\udcff"
+    odd.symlink_to(folders["llama"])
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    words = [flag, odd] if flag == "--model" else [folders["llama"], flag, f"a\udcff={tmp_path}"]
+    assert "is not UTF-8, and answers name it" in refusal(*words)
+
+
 def test_an_adapter_is_no_guard(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}')
     (tmp_path / "adapter_model.safetensors").touch()

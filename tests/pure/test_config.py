@@ -202,10 +202,12 @@ def test_an_empty_key_in_the_file_is_refused(value: str, tmp_path: Path) -> None
     assert fault("--config", str(file)).startswith("--api-key is not understood")
 
 
-@pytest.mark.parametrize("keys", [[""], [" "], ["\t"], ["k", ""], [" k"]])
-def test_an_empty_key_on_the_command_line_is_refused(keys: list[str]) -> None:
-    sentence = "a key is empty, or begins or ends with a space; give every key, or leave the setting out."
-    assert fault("--api-key", *keys) == f"--api-key is not understood; {sentence}"
+@pytest.mark.parametrize("keys", [[""], [" "], ["\t"], ["k", ""], [" k"], ["a\nb"], ["a\udcff"]])
+def test_a_key_that_no_client_sends_is_refused(keys: list[str]) -> None:
+    sentence = (
+        "a key is empty, or begins or ends with a space, or has a character that no client sends; give every key, "
+    )
+    assert fault("--api-key", *keys) == f"--api-key is not understood; {sentence}or leave the setting out."
 
 
 def test_an_empty_key_among_those_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def test_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("tenants: [{name: a}]", "tenant a has no key; give it key, key_env or key_sha256"),
         ("tenants: [{name: a, key: ''}]", "a key of tenant a is empty"),
         ("tenants: [{name: a, key: ' k'}]", "begins or ends with a space"),
+        ('tenants: [{name: a, key: "k\\nl"}]', "has a character that no client sends"),
         ("tenants: [{name: a, key_env: NOT_THERE}]", "the variable NOT_THERE, which is not set"),
         ("tenants: [{name: a, key_sha256: abc}]", "key_sha256 of tenant a is not 64 hexadecimal digits"),
         (
