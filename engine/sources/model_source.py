@@ -103,6 +103,8 @@ def check_entries(folder: Path) -> None:
 def local_path(model: str) -> Path | None:
     """Return the path of a local model, None for a Hugging Face id. Raises ModelLoadError."""
     path = expanded(model)
+    if not model:
+        raise ModelLoadError(f"The name of the model is empty; name {LOCAL}, or a Hugging Face id.")
     try:
         if not path.is_dir():
             check_regular(path)

@@ -63,10 +63,18 @@ def type_of(each: Declared) -> Any:
     if each.type == tuple[LoraModule, ...]:
         return Annotated[each.type, BeforeValidator(_read_modules)]
     if each.type in (tuple[str, ...], tuple[Any, ...]):
-        return Annotated[each.type, BeforeValidator(_split)]
-    if Path in get_args(each.type):
-        return Annotated[each.type, AfterValidator(lambda path: path and expanded(path))]
-    return each.type
+        return Annotated[each.type, BeforeValidator(_split), BeforeValidator(_given)]
+    text = Annotated[each.type, BeforeValidator(_given)] if each.default != "" else each.type
+    return (
+        Annotated[text, AfterValidator(lambda path: path and expanded(path))] if Path in get_args(each.type) else text
+    )
+
+
+def _given(value: object) -> object:
+    """Return a value that is not empty. As a path, an empty one is the current folder, which nobody has named."""
+    if value == "" or (isinstance(value, list) and "" in value):
+        raise PydanticCustomError("empty", "give a value, or leave the setting out")
+    return value
 
 
 def reveal(value: Any) -> Any:

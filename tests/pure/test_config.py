@@ -210,6 +210,18 @@ def test_a_key_that_no_client_sends_is_refused(keys: list[str]) -> None:
     assert fault("--api-key", *keys) == f"--api-key is not understood; {sentence}or leave the setting out."
 
 
+@pytest.mark.parametrize(
+    "name", ["data-dir", "allowed-local-media-path", "weights-cache", "tokenizer", "served-model-name"]
+)
+def test_an_empty_path_or_name_is_refused(name: str, tmp_path: Path) -> None:
+    """A path would be the current folder, whose files clients could read."""
+    assert fault(f"--{name}", "").endswith("; give a value, or leave the setting out.")
+    file = tmp_path / "quire.yaml"
+    file.write_text(f"{name}: ''\n")
+    assert fault("--config", str(file)).endswith("; give a value, or leave the setting out.")
+    assert load_settings(["--root-path", ""]).app_config("m", "m").root_path == ""
+
+
 def test_an_empty_key_among_those_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "first,")
     assert "a key is empty" in fault()
@@ -536,6 +548,8 @@ def test_more_threads_than_a_machine_can_give_are_refused() -> None:
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"has no config\.json; name a folder"):
         find_model(str(tmp_path))
+    with pytest.raises(ModelLoadError, match="The name of the model is empty"):
+        find_model("")  # which as a path is the current folder
     (tmp_path / "config.json").write_text("{}")
     assert find_model(str(tmp_path)).name == tmp_path.name
 
