@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from engine.files.hf_config import HFConfig
@@ -16,6 +16,7 @@ from engine.runtime.layers.model_config import (
     ModelConfig,
     NormPlacement,
     QKNorm,
+    RecurrentConfig,
     ShortConvConfig,
 )
 from engine.runtime.models import common_settings as common
@@ -61,10 +62,16 @@ def with_mamba(hf: HFConfig, layers: Sequence[LayerConfig]) -> tuple[LayerConfig
     types = common.layer_types(hf, [_MAMBA[0]] * len(layers), (*_MAMBA, *_ATTENTION))
     if set(_MAMBA).isdisjoint(types):
         return tuple(layers)
-    mamba = mamba_sizes(hf)
+    return _mixing(layers, [kind in _MAMBA for kind in types], "mamba", mamba_sizes(hf))
+
+
+def _mixing(
+    layers: Sequence[LayerConfig], chosen: Iterable[bool], mixer: str, recurrent: RecurrentConfig
+) -> tuple[LayerConfig, ...]:
+    """Return layers of which some have another mixer, which knows no positions."""
     return tuple(
-        replace(layer, rope=None, mixer="mamba", recurrent=mamba) if kind in _MAMBA else layer
-        for kind, layer in zip(types, layers, strict=True)
+        replace(layer, rope=None, mixer=mixer, recurrent=recurrent) if is_chosen else layer
+        for layer, is_chosen in zip(layers, chosen, strict=True)
     )
 
 
@@ -346,14 +353,12 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = Fal
     if not hf.flag("attn_output_gate", True):
         raise hf.error("attn_output_gate", "true")
     layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in common.layers(hf, moes=moes)]
-    for index, kind in enumerate(common.layer_types(hf, types, (_LINEAR, common.FULL))):
-        if kind == _LINEAR:
-            layers[index] = replace(layers[index], rope=None, mixer="delta", recurrent=delta)
+    is_linear = [kind == _LINEAR for kind in common.layer_types(hf, types, (_LINEAR, common.FULL))]
     return replace(
         common.settings(hf),
         norm_offset=True,
         qk_norm=QKNorm.HEAD,
-        layers=tuple(layers),
+        layers=_mixing(layers, is_linear, "delta", delta),
         num_mtp_layers=common.num_mtp_layers(hf),
     )
 
@@ -374,14 +379,10 @@ def _lfm2_common(hf: HFConfig, *, moes: Mixtures | None) -> ModelConfig:
     types = common.layer_types(
         hf, [common.FULL if i in attending else _CONV for i in range(num_layers)], (_CONV, common.FULL)
     )
-    conv = _short_conv(hf, 3)
-    layers = list(common.layers(hf, ropes=[common.rope(hf, theta=1_000_000.0)] * num_layers, moes=moes))
-    for index, kind in enumerate(types):
-        if kind == _CONV:
-            layers[index] = replace(layers[index], rope=None, mixer="short_conv", recurrent=conv)
+    layers = common.layers(hf, ropes=[common.rope(hf, theta=1_000_000.0)] * num_layers, moes=moes)
     return replace(
         common.settings(hf),
-        layers=tuple(layers),
+        layers=_mixing(layers, [kind == _CONV for kind in types], "short_conv", _short_conv(hf, 3)),
         norm_eps=hf.positive("norm_eps", 1e-5),
         tied_head=hf.flag("tie_embedding", hf.flag("tie_word_embeddings", True)),
         qkv_bias=False,
