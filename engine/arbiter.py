@@ -129,9 +129,7 @@ class Arbiter:
 
     def _wait(self, engines: list[Driven], timeout_s: float | None) -> bool:
         """Wait for messages, or another engine; return whether there are some."""
-
-        def has_news() -> bool:
-            return self._engines is not engines or any(engine.is_ready for engine in engines)
-
         with self.changed:
-            return self.changed.wait_for(has_news, timeout_s)
+            return self.changed.wait_for(
+                lambda: self._engines is not engines or any(engine.is_ready for engine in engines), timeout_s
+            )

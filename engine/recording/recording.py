@@ -33,7 +33,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Stats
-from engine.core.step import Rows, Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.step import Rows, SequenceSlice, StepPlan, StepResult
 from engine.core.types import AbortCause, PoolingParams, Request, SamplingParams, StepEvents, TokenEvent
 from engine.system.version import VERSION
 
@@ -175,7 +175,8 @@ class Journal:
                 top = result.logprobs[first].top
                 tops[index] = [[*self._hidden.draws(piece, -1, depth, [token]), logprob] for token, logprob in top]
             for sample, token in zip(piece.samples, ids, strict=True):
-                draws += [0] if is_void else self._hidden.draws(piece, own_slot(piece, sample), depth, [token])
+                slot = piece.slot if sample.slot == piece.slot else -1  # of another choice
+                draws += [0] if is_void else self._hidden.draws(piece, slot, depth, [token])
         self._rows.learn(slices, result)
         line = {
             "draws": draws if any(draws) else None,
@@ -333,11 +334,6 @@ class RecordingFile:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._num_bytes += self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-
-def own_slot(piece: SequenceSlice, sample: Sample) -> int:
-    """Return the slot of a slice, or -1 if the sample is another choice's."""
-    return piece.slot if sample.slot == piece.slot else -1
 
 
 def _is_over(piece: SequenceSlice, depth: int) -> bool:

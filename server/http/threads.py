@@ -13,7 +13,7 @@ import asyncio
 import gc
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -79,7 +79,7 @@ def _work(function: Callable[[], Result]) -> Result:
             gc.enable()
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
+async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
     """Return the result of `work`; raise ClientDisconnect if the client disconnects.
 
     The body must have been read.

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
 from server.answers.body import EngineBody
-from server.answers.content_guard import ContentGuard, Verdict
+from server.answers.content_guard import ContentGuard
 from server.answers.parts import InJudge, InModel, InResponder
 from server.answers.respond import answer_id
 from server.http.bodies import json_body
@@ -64,11 +64,8 @@ async def create_moderation(
     [like] = responder.admit(
         state_of(http.scope), responder.requests(body, None, [[0]], [SamplingParams(max_tokens=1)])
     )
-
-    async def judge_all() -> list[Verdict]:
-        return await asyncio.gather(*(guard.judge([("user", text)], like) for text in body.input))
-
-    verdicts = await unless_disconnected(http.receive, judge_all())
+    judging = asyncio.gather(*(guard.judge([("user", text)], like) for text in body.input))
+    verdicts = await unless_disconnected(http.receive, judging)
     results = [
         Moderated(
             flagged=verdict.is_unsafe,

@@ -135,7 +135,7 @@ class Tracing:
     def _describe(self, span: Span, record: RequestRecord, status: int) -> None:
         """Add what is known of a generating request, and its children."""
         operation = OPERATIONS.get(record.endpoint)
-        model = model_of(record)
+        model = record.model if record.adapter is None else record.adapter
         if operation is not None:
             span.update_name(f"{operation.name} {model}")
         span.set_attributes(_asked(record, model) | _answered(record, model))
@@ -161,11 +161,6 @@ class Tracing:
             for preempted_s in part.preempted_s:
                 child.add_event("quire.preempted", timestamp=round((offset_s + preempted_s) * _NS))
             child.end(begun_ns + round(part.seconds * _NS))
-
-
-def model_of(record: RequestRecord) -> str:
-    """Return the adapter that answered, or the model."""
-    return record.model if record.adapter is None else record.adapter
 
 
 def outcome_of(record: RequestRecord | None, status: int) -> Outcome:

@@ -281,12 +281,6 @@ class ModelRunner:
         """Return the groups of layers that share the pool's blocks."""
         return self._kv_cache.groups
 
-    def close_host_pool(self) -> None:
-        """No plan swaps any more."""
-        if self._host_pool is not None:
-            self._host_pool.close()
-        self._host_pool = None
-
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch a step. A long one may pause; then the next has batch memory of its own."""
         batches = self._batches
@@ -459,7 +453,9 @@ class ModelRunner:
         self._graphs = None
         for step in self._paused:
             step.close()
-        self.close_host_pool()
+        if self._host_pool is not None:
+            self._host_pool.close()
+            self._host_pool = None
         if self._drafter is not None:
             self._drafter.close()
         elif self.heads is not None:

@@ -335,8 +335,8 @@ class Maker(NamedTuple):
 
     def _bias(self, parts: Sequence[Bundle], stored: Mapping[str, StoredTensor]) -> Tensor | None:
         """Return the bias; None if another rank adds it."""
-        if self.shards is not None and not self.shards.of_bias(self._division(parts[0].name)):
-            return None
+        if self.shards is not None and self.group.rank and self._division(parts[0].name).style == "rowwise":
+            return None  # the ranks' products are summed
         bias = torch.empty(sum(part.num_rows for part in parts), dtype=self.dtype, device=self.device)
         for part in parts:
             cut(stored[f"{part.name}.bias"], part.span.rows).copy_to(bias.narrow(0, part.first_row, part.num_rows))

@@ -146,10 +146,6 @@ class Shards:
             before += unit * share.total
         return spans or [Span()]
 
-    def of_bias(self, division: Division) -> bool:
-        """Return whether this rank adds a module's bias: one alone, if the products are summed."""
-        return self.group.rank == 0 or division.style != "rowwise"
-
     def slices(
         self, name: str, division: Division, span: Span, stored: Mapping[str, StoredTensor]
     ) -> dict[str, StoredTensor]:

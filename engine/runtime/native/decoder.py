@@ -277,7 +277,4 @@ class Mixture:
 
 def _formats(linears: Sequence[LinearArgs]) -> int:
     """Return the formats of matrices as bits."""
-    bits = 0
-    for linear in linears:
-        bits |= 1 << linear.format
-    return bits
+    return sum(1 << number for number in {linear.format for linear in linears})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _SCALE = 0.02  # the usual initialisation
 _NUM_DRAWN = (1 << 22) - 3  # odd, so that the rows of a matrix differ
 _ELEMENT_BYTES = 2  # as a file would have them
+_ZERO, _ONE = methodcaller("zero_"), methodcaller("fill_", 1.0)  # of a tensor
 
 
 class DummyCheckpoint(Checkpoint):
@@ -34,7 +36,7 @@ class DummyCheckpoint(Checkpoint):
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:
         for name, shape in wanted.items():
-            copy_to = _zero if name.endswith(".bias") else _one if "norm" in name else self._tile
+            copy_to = _ZERO if name.endswith(".bias") else _ONE if "norm" in name else self._tile
             yield StoredTensor(name, shape, math.prod(shape) * _ELEMENT_BYTES, name, copy_to)
 
     def _tile(self, target: Tensor) -> None:
@@ -50,11 +52,3 @@ def _draw(seed: int, target: Tensor) -> Tensor:
     import torch
 
     return (torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(seed)) * _SCALE).to(target)
-
-
-def _zero(target: Tensor) -> None:
-    target.zero_()
-
-
-def _one(target: Tensor) -> None:
-    target.fill_(1.0)
