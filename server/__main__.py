@@ -1,7 +1,5 @@
 """`python -m server` is `quire`."""
 
-from __future__ import annotations
-
 import sys
 
 from server.cli import main

@@ -86,10 +86,11 @@ class FileDigests:
     def get(self) -> dict[Path, str]:
         """Return the digests, once they are computed. Raises ModelLoadError for a file that has changed."""
         self.begin()
-        made: dict[FileState, str] = {}
         try:
-            for path, pieces in self._pieces.items():
-                made[self._states[path]] = _root(self._states[path], [piece.result() for piece in pieces])
+            made = {
+                self._states[path]: _root(self._states[path], [piece.result() for piece in pieces])
+                for path, pieces in self._pieces.items()
+            }
         finally:
             self.stop()
         for path, state in self._states.items():

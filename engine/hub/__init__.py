@@ -5,8 +5,6 @@ HF_HUB_OFFLINE and HF_HUB_CACHE mean here what they mean elsewhere. Downloads ar
 not check is checked in engine/hub/transfer.py. Runs at start-up; imports no torch.
 """
 
-from __future__ import annotations
-
 import os
 
 # Read when huggingface_hub is imported. Its telemetry asks the hub for a list of programs before the first request, which

@@ -94,14 +94,11 @@ class EventWriter:
 
     def _stored(self, place: BlockLocation, contents: list[Content]) -> Event:
         first = contents[0]
-        tokens: list[int] = []
-        for content in contents:
-            tokens += content.tokens
         event: Event = {
             "type": "BlockStored",
             "block_hashes": [block_hash(content.name) for content in contents],
             "parent_block_hash": None if first.parent is None else block_hash(first.parent),
-            "token_ids": tokens,
+            "token_ids": [token for content in contents for token in content.tokens],
             "block_size": self._block_size,
             "lora_id": first.origin.adapter_id,
             "medium": place.medium,

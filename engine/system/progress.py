@@ -119,7 +119,4 @@ def _count(progress: Progress) -> str:
 
 def human_bytes(size: int) -> str:
     """Return a size with about three significant figures: 93.8 MiB."""
-    for unit, scale in _UNITS:
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size} B"
+    return next((f"{size / scale:.1f} {unit}" for unit, scale in _UNITS if size >= scale), f"{size} B")

@@ -13,7 +13,7 @@ import sqlite3
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -311,12 +311,9 @@ def _count_attempts(db: sqlite3.Connection, lines: Collection[tuple[str, int]], 
 
 def entries(path: Path, batch_id: str, outcome: int) -> Iterator[tuple[str, bytes | None]]:
     """Yield custom_id and entry of lines with one outcome, on a new connection."""
-    db = sqlite3.connect(path)
-    try:
-        query = "SELECT custom_id, entry FROM lines WHERE batch = ? AND outcome = ? ORDER BY number"
+    query = "SELECT custom_id, entry FROM lines WHERE batch = ? AND outcome = ? ORDER BY number"
+    with closing(sqlite3.connect(path)) as db:
         yield from db.execute(query, (batch_id, outcome))
-    finally:
-        db.close()
 
 
 class StoreThread:

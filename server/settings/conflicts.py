@@ -1,7 +1,5 @@
 """The table of conflicting server settings; engine/settings/engine_config.py has the engine's."""
 
-from __future__ import annotations
-
 import re
 
 from engine.settings.peer import Peer, is_peer

@@ -23,8 +23,7 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
         raise ConfigError(
             f"--attention-backend is {chosen!r}, which {reason}; this machine has {usable}, or use 'auto'."
         )
-    made: AttentionBackend = resolve_name(BACKENDS[chosen])()
-    return made
+    return resolve_name(BACKENDS[chosen])()
 
 
 def describe_choice(name: str, device: torch.device) -> str:

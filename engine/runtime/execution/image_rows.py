@@ -117,8 +117,7 @@ class ImageRows:
         )
 
     def _image(self, span: Span) -> Image:
-        image: Image = self._resources.find(span.digest)
-        return image
+        return self._resources.find(span.digest)
 
 
 class ImageVectors:

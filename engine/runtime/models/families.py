@@ -69,8 +69,7 @@ def family_of(model_type: str) -> Family:
     found = FAMILIES[model_type]
     if callable(found):
         return found
-    family: Family = resolve_name(f"engine.runtime.models.recurrent_families:{found}")
-    return family
+    return resolve_name(f"engine.runtime.models.recurrent_families:{found}")
 
 
 def llama(hf: HFConfig) -> ModelConfig:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -28,9 +28,6 @@ from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import StepStates
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.transfer import Staging
-
-if TYPE_CHECKING:
-    from torch.cuda import Event
 
 Changes = NDArray[np.int32]  # [n, 2]: places in `RowTables.rows`, counted from its first entry, and blocks
 NO_CHANGES: Changes = np.empty((0, 2), np.int32)
@@ -153,7 +150,7 @@ class Ranks:
     def hold_to_share(self) -> None:
         """Have them hold torch to their share of their devices' memory."""
 
-    def await_event(self, event: Event) -> None:
+    def await_event(self, event: torch.cuda.Event) -> None:
         """Wait until the device has reached an event. Raises GroupError if a rank is lost or hangs."""
         event.synchronize()
 

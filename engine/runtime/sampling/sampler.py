@@ -218,8 +218,7 @@ class Sampler:
     def _grammar(self, params: SamplingParams) -> Grammar:
         assert self._resources is not None, "only what has resources names a grammar"
         assert params.grammar is not None
-        grammar: Grammar = self._resources.find(params.grammar)
-        return grammar
+        return self._resources.find(params.grammar)
 
     def _constrain(self, logits: Tensor, rows: Sequence[_Row]) -> ConstrainedStep | None:
         """Mask the tokens that grammars forbid, in place."""

@@ -211,8 +211,7 @@ def dtype_of(kind: str) -> torch.dtype:
     """Return torch's type for a stored one."""
     import torch
 
-    dtype: torch.dtype = getattr(torch, TYPES[kind][1])
-    return dtype
+    return getattr(torch, TYPES[kind][1])
 
 
 def is_packed(headers: Headers, module: str) -> bool:

@@ -239,8 +239,7 @@ def dequantised(rows: np.ndarray, kind: Kind) -> np.ndarray:
     if kind not in (Kind.Q1_0, Kind.Q2_0):
         from gguf.quants import GGMLQuantizationType, dequantize
 
-        floats: np.ndarray = dequantize(rows, GGMLQuantizationType(kind))
-        return floats
+        return dequantize(rows, GGMLQuantizationType(kind))
     blocks = rows.reshape(*rows.shape[:-1], -1, kind.num_bytes)
     bits = np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little").astype(np.float32)
     codes = 2 * bits - 1 if kind is Kind.Q1_0 else bits[..., ::2] + 2 * bits[..., 1::2] - 1

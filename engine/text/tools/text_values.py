@@ -65,14 +65,14 @@ def resolved(reference: str, root: Mapping[str, Any]) -> Any:
     return place
 
 
+_TYPES = (
+    (type(None), "null"), (bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array"),
+)  # fmt: skip  # a bool is an int, too
+
+
 def type_name(value: Any) -> str:
     """Return the JSON type of a value."""
-    if value is None:
-        return "null"
-    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array")):
-        if isinstance(value, kind):
-            return name
-    return "object"
+    return next((name for kind, name in _TYPES if isinstance(value, kind)), "object")
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
