@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import UnreachableError
 from engine.handle import (
@@ -25,12 +25,11 @@ from engine.handle import (
 )
 from engine.inbox import EngineThread
 from engine.resources import EngineResources
-from engine.system.calls import on_thread
+from engine.system.calls import T, on_thread
 
 if TYPE_CHECKING:
     from engine.handover import Handover
 
-T = TypeVar("T")
 
 _MAX_PULLS = 8  # at a time; each holds a piece of a parcel
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +28,9 @@ from engine.runtime.stores.folder import KnownPart, Parcels
 from engine.runtime.stores.listener import Listener
 from engine.runtime.stores.wire import Deadline, PeerFolder
 from engine.settings.peer import Peer
+from engine.system.calls import T
 
 Rows = NDArray[np.uint8]  # [blocks, bytes of a block]
-T = TypeVar("T")
 
 _PIECE_BYTES = 16 << 20  # a copy of milliseconds
 _PATIENCE_S = 60.0  # for the engine to reach the end of a step

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import QuireError
@@ -18,9 +18,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.core.types import AbortCause, Request
 from engine.handle import EngineFacts
-from engine.system.calls import settle
-
-T = TypeVar("T")
+from engine.system.calls import T, settle
 
 
 class Abort(NamedTuple):

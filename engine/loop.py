@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.arbiter import Arbiter
 from engine.control import Control
@@ -46,7 +46,7 @@ from engine.handle import Command, Deliver, EngineFacts, EngineHealth, LoadedAda
 from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop, Submission
 from engine.outbound.offload import Offload
 from engine.resources import EngineResources
-from engine.system.calls import on_thread
+from engine.system.calls import T, on_thread
 
 if TYPE_CHECKING:
     from engine.images import VectorMaker
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire.engine")
 
-T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _GROWTH = 1.05  # of what a step of decodes is thought to take, at most, from one to the next

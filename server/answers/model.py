@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastapi import Request as HttpRequest
 
@@ -24,7 +24,7 @@ from engine.text.requests.vector_reader import VectorReader
 from server.answers.body import ChatBody, EngineBody
 from server.http.bodies import IS_LARGE
 from server.http.middleware import RequestState
-from server.http.threads import run_slowly
+from server.http.threads import Result, run_slowly
 from server.protocol.errors import STATE
 from server.settings.app_config import AppConfig
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
 
-Result = TypeVar("Result")
 
 _RENDERING = ThreadPoolExecutor(1, "quire-rendering")  # waits for the process that renders chat templates
 

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic_core import to_json
@@ -58,8 +57,6 @@ MAX_INLINE_TOKENS = 4096  # with their logprobs about 10 ms; more are written on
 MAX_INLINE_PROMPT = 512  # tokens of a prompt whose log probabilities are written on the event loop, about 5 ms
 PING = ServerSentEvent(comment="ping", sep="\n").encode()  # clients ignore it, proxies see that the connection lives
 STATUS_S = 1.0  # how often a stream that has not begun looks up its place in the queue
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
@@ -29,7 +29,7 @@ from server.answers.parts import InConfig, InModel, InResponder
 from server.answers.respond import MAX_INLINE_TOKENS, Responder, answer_id, with_timings
 from server.http.bodies import json_body
 from server.http.openapi import answers
-from server.http.threads import run_slowly, unless_disconnected
+from server.http.threads import Result, run_slowly, unless_disconnected
 from server.openai.completions import Prompt, Prompts
 from server.protocol.documents import Headed, ResponseBody, Usage
 from server.settings.app_config import AppConfig
@@ -79,9 +79,6 @@ def _few(inputs: list[Any], info: ValidationInfo) -> list[Any]:
 
 
 Few = AfterValidator(_few)  # of an annotation
-
-
-Result = TypeVar("Result")
 
 
 async def shape_each(

@@ -16,12 +16,12 @@ from starlette.responses import Response
 from engine.core.errors import UnsupportedError, shorten
 from server.answers.body import ChatBody
 from server.answers.formatter import ChunkMeta
-from server.answers.model import Result, aside
+from server.answers.model import aside
 from server.answers.parts import InModel, InOwner, InResponder, InResponses
 from server.answers.stored_responses import ResponseStore, StoredResponse
 from server.http.bodies import INLINE_BYTES, json_body
 from server.http.openapi import answers
-from server.http.threads import run_slowly
+from server.http.threads import Result, run_slowly
 from server.openai.responses.body import InputBody, Item, ResponsesBody
 from server.openai.responses.formatter import ResponseDocument, ResponsesFormatter
 from server.protocol.errors import ApiError
