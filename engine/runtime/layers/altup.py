@@ -39,8 +39,6 @@ class InputsArgs(Structure):
 class PerLayerInputs:
     """The inputs of all layers: row(id) + norm(projection of the embedding), each scaled."""
 
-    _args: InputsArgs  # C keeps its address
-
     def __init__(self, config: ModelConfig, make: Maker) -> None:
         self._width, self._dtype = config.layer_inputs, make.dtype
         whole = self._width * len(config.layers)
@@ -68,7 +66,7 @@ class PerLayerInputs:
         table = self._table.described
         if self._projection.args is None:
             return None
-        self._args = InputsArgs(
+        self._args = InputsArgs(  # C keeps its address
             table=table.packed,
             format=table.format,
             dtype=table.dtype,
@@ -82,15 +80,11 @@ class PerLayerInputs:
         return self._args
 
 
-@mirror("per_layer")
-class GateArgs(Structure):
-    """What the native library needs beside matrices."""
+GateArgs = structure("per_layer")  # what the native library needs beside matrices
 
 
 class PerLayerGate:
     """The part behind a layer's feed-forward: projection(activation(gate x) * the layer's input)."""
-
-    _args: GateArgs  # C keeps its address
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker) -> None:
         self._layer, self._width, self._activation = layer, config.layer_inputs, config.activation
@@ -103,23 +97,16 @@ class PerLayerGate:
         return self._projection((gate * inputs[:, self._layer]).to(x.dtype))
 
     def describe(self) -> PartArgs | None:
-        self._args = GateArgs(first=self._layer * self._width, activation=self._activation.value)
+        self._args = GateArgs(first=self._layer * self._width, activation=self._activation.value)  # C keeps its address
         return describe_part("per_layer", (self._gate.args, self._projection.args), self._args)
 
 
 _LEAST = 1e-5  # of a mean square that divides
-
-
-@mirror("altup_ends")
-class EndsArgs(Structure):
-    """The matrices of the streams' ends, for the native library."""
+EndsArgs = structure("altup_ends")  # for the native library: the matrices of the streams' ends
 
 
 class Streams:
     """Makes the streams of embeddings, and one vector of the streams that leave the last layer."""
-
-    _args: EndsArgs  # C keeps its address, and that of an array
-    _array: object
 
     def __init__(self, config: ModelConfig, make: Maker) -> None:
         assert config.altup is not None, "the family has its settings"
@@ -143,8 +130,8 @@ class Streams:
         gather = [matrix.args for matrix in self._gather if matrix.args is not None]
         if self._spread.args is None or len(gather) < len(self._gather):
             return None
-        array = (LinearArgs * len(gather))(*gather)
-        self._array, self._args = array, EndsArgs(spread=self._spread.args, gather=addressof(array))
+        self._array = (LinearArgs * len(gather))(*gather)
+        self._args = EndsArgs(spread=self._spread.args, gather=addressof(self._array))  # C keeps both addresses
         return describe_part("altup_start", args=self._args)
 
 
@@ -155,16 +142,8 @@ def _of_length(x: Tensor, like: Tensor) -> Tensor:
 
 
 MixingArgs = structure("mixing")  # what a layer does to the streams
-
-
-@mirror("altup")
-class AltUpArgs(Structure):
-    """The gate behind a layer and what else it does to the streams, for the native library."""
-
-
-@mirror("laurel")
-class LaurelArgs(Structure):
-    """A mixer and the product beside it, for the native library."""
+AltUpArgs = structure("altup")  # for the native library: the gate behind a layer and what else it does to the streams
+LaurelArgs = structure("laurel")  # for the native library: a mixer and the product beside it
 
 
 class AltUpLayer:
@@ -172,8 +151,6 @@ class AltUpLayer:
 
     is_capturable = True
     lacking = ""
-    _args: AltUpArgs  # C keeps the addresses of both
-    _laurel: LaurelArgs
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, *, state: int) -> None:
         """`state` is the number of states of all layers before."""
@@ -253,7 +230,7 @@ class AltUpLayer:
             return None
         self._laurel = LaurelArgs(mixer, left, right, self._after_laurel.weight.data_ptr())
         weights = (self._router, self._predict, self._correct, self._scale, self._after_gate.weight)
-        self._args = AltUpArgs(gate, MixingArgs(*(weight.data_ptr() for weight in weights)))
+        self._args = AltUpArgs(gate, MixingArgs(*(weight.data_ptr() for weight in weights)))  # C keeps both addresses
         return LayerArgs(
             mixer=describe_part("laurel", (LinearArgs(), mixer.last), self._laurel),
             feed_forward=feed_forward,
@@ -267,9 +244,7 @@ class AltUpLayer:
         )
 
 
-@mirror("sparse_mlp")
-class SparseMLPArgs(Structure):
-    """What the native library needs beside matrices."""
+SparseMLPArgs = structure("sparse_mlp")  # what the native library needs beside matrices
 
 
 class SparseMLP:
@@ -277,7 +252,6 @@ class SparseMLP:
 
     is_capturable = True
     lacking = ""
-    _args: SparseMLPArgs  # C keeps its address
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, sparsity: float) -> None:
         make = make.within("mlp")
@@ -295,5 +269,5 @@ class SparseMLP:
         return adapted(self._down, AdaptedMatrix.DOWN, inner, adapters)
 
     def describe(self) -> PartArgs | None:
-        self._args = SparseMLPArgs(self._deviations, self._activation.value)
+        self._args = SparseMLPArgs(self._deviations, self._activation.value)  # C keeps its address
         return describe_part("sparse_mlp", (self._gate_up.args, self._down.args), self._args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import Structure
 from dataclasses import replace
 
 import torch
@@ -18,7 +17,7 @@ from engine.runtime.layers.rope import rotate
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part, norm_args, scores_args
 from engine.runtime.native.library import PartArgs
-from engine.runtime.native.structs import mirror
+from engine.runtime.native.structs import structure
 
 _BY_HEAD, _FULL = 1, 2  # norms of queries and keys, as in attention.c
 _GATED, _GATED_BY_HEAD = 1, 2  # gates, likewise
@@ -33,17 +32,11 @@ _PLAN: Plan = {
     "o_proj": rowwise("heads"),
     "sinks": colwise("heads"),
 }
-
-
-@mirror("attention")
-class AttentionArgs(Structure):
-    """What the native library needs beside matrices."""
+AttentionArgs = structure("attention")  # what the native library needs beside matrices
 
 
 class Attention:
     """Queries, keys and values from one matrix, rotated, attended, projected; or queries alone, for others' keys."""
-
-    _args: AttentionArgs  # C keeps its address
 
     def __init__(
         self, config: ModelConfig, layer: int, make: Maker, state: int, *, num_inputs: int | None = None
@@ -155,7 +148,7 @@ class Attention:
         if self._full_norm is not None and self._group.size > 1:
             return None
         num_kv_heads, head_dim = self._shape[1] - self._heads, self._shape[2]
-        self._args = AttentionArgs(
+        self._args = AttentionArgs(  # C keeps its address
             scores=scores_args(self.states[0]),
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,

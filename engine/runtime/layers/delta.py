@@ -12,7 +12,6 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ctypes import Structure
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_st
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import LinearArgs, PartArgs
-from engine.runtime.native.structs import mirror
+from engine.runtime.native.structs import structure
 
 _EPS = 1e-6  # of unit queries and keys
 _PLAN: Plan = {
@@ -43,18 +42,12 @@ _PLAN: Plan = {
     "dt_bias": colwise("delta_heads"),
     "out_proj": rowwise("delta_values"),
 }
-
-
-@mirror("delta")
-class DeltaArgs(Structure):
-    """What the native library needs beside the first matrix and the last."""
+DeltaArgs = structure("delta")  # what the native library needs beside the first matrix and the last
 
 
 class DeltaNet:
     """Queries, keys, values and gates of x; a convolution, the delta rule, a gated norm, a projection."""
 
-    _args: DeltaArgs  # C keeps its address
-    _taps: Tensor  # [kernel, channels], as it reads them
     _order: Tensor  # of a row's numbers by parts, in a fused row
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
@@ -150,13 +143,13 @@ class DeltaNet:
 
     def describe(self) -> PartArgs | None:
         delta = self._delta
-        self._taps = self._conv[:, 0].mT.contiguous()
+        self._taps = self._conv[:, 0].mT.contiguous()  # [kernel, channels], as C reads them
         heads = {"num_heads": delta.num_v_heads, "num_k_heads": delta.num_k_heads, "shared": delta.shared}
         sizes = recurrence_args(self.states[0], self._taps, None, **heads)
         if sizes is None or self._in.args is None or self._gates.args is None:
             return None
         addresses = [each.data_ptr() for each in (self._decay, self._bias, self._norm)]
-        self._args = DeltaArgs(sizes, self._in.args, self._gates.args, *addresses)
+        self._args = DeltaArgs(sizes, self._in.args, self._gates.args, *addresses)  # C keeps its address
         if self._moves is not None:
             self._args.moves, self._args.num_moves = self._moves.ctypes.data, len(self._moves)
         return describe_part("delta", (LinearArgs(), self._o.args), self._args)

@@ -11,7 +11,6 @@ steps go this way. Engine thread.
 
 from __future__ import annotations
 
-from ctypes import Structure
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +26,7 @@ from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part, norm_args, scores_args
 from engine.runtime.native.library import LinearArgs, PartArgs
 from engine.runtime.native.ops import NativeHeads
-from engine.runtime.native.structs import mirror
+from engine.runtime.native.structs import structure
 from engine.runtime.schemes.linear import HeadProducts, Matrix, Scheme
 
 _NORM_EPS = 1e-6  # of the norms of latents, whatever the config's rms_norm_eps
@@ -41,17 +40,12 @@ _PLAN: Plan = {  # latents are replicated
     "v_b_proj": colwise("heads"),
     "o_proj": rowwise("heads"),
 }
-
-
-@mirror("latent")
-class LatentArgs(Structure):
-    """What the native library needs beside the first matrix and the last."""
+LatentArgs = structure("latent")  # what the native library needs beside the first matrix and the last
 
 
 class LatentAttention:
     """Queries, and a latent for each token; attended, expanded, projected."""
 
-    _args: LatentArgs  # C keeps its address
     _keys: HeadProducts  # of queries without positions, to the width of a latent
     _values: HeadProducts  # of mixed latents, to values
 
@@ -145,7 +139,7 @@ class LatentAttention:
         queries = LinearArgs() if self._queries is None else self._queries.args
         if queries is None or not (isinstance(self._keys, NativeHeads) and isinstance(self._values, NativeHeads)):
             return None
-        self._args = LatentArgs(
+        self._args = LatentArgs(  # C keeps its address
             scores=scores_args(self.states[0]),
             queries=queries,
             keys=self._keys.address,

@@ -11,8 +11,6 @@ same, in one order, and cuda/recurrence.py for GPUs. Engine thread.
 
 from __future__ import annotations
 
-from ctypes import Structure
-
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
@@ -25,7 +23,7 @@ from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_st
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs
-from engine.runtime.native.structs import mirror
+from engine.runtime.native.structs import structure
 
 _CHANNELS = ("mamba_values", "mamba_groups", "mamba_groups")
 _PLAN: Plan = {
@@ -38,18 +36,11 @@ _PLAN: Plan = {
     "norm": colwise("mamba_values"),
     "out_proj": rowwise("mamba_values"),
 }
-
-
-@mirror("mamba")
-class MambaArgs(Structure):
-    """What the native library needs beside the first matrix and the last."""
+MambaArgs = structure("mamba")  # what the native library needs beside the first matrix and the last
 
 
 class Mamba2:
     """A gate, inputs of the state and steps of x; a convolution, the recurrence, a gated norm, a projection."""
-
-    _args: MambaArgs  # C keeps its address
-    _taps: Tensor  # [kernel, channels], as it reads them
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
         make, mamba = make.within("mamba", plan=_PLAN), config.layers[layer].recurrent
@@ -149,7 +140,7 @@ class Mamba2:
 
     def describe(self) -> PartArgs | None:
         mamba = self._mamba
-        self._taps = self._conv[:, 0].mT.contiguous()
+        self._taps = self._conv[:, 0].mT.contiguous()  # [kernel, channels], as C reads them
         heads = {"num_heads": mamba.num_heads, "num_k_heads": mamba.num_groups, "shared": mamba.shared}
         sizes = recurrence_args(self.states[0], self._taps, self._conv_bias, **heads)
         if sizes is None:
@@ -157,5 +148,5 @@ class Mamba2:
         addresses = [each.data_ptr() for each in (self._rates, self._bias, self._skip)]
         norm, num_sharing = (None, 1) if self._norm is None else (self._norm.data_ptr(), mamba.num_sharing)
         ends = (mamba.scales[0], mamba.scales[4])
-        self._args = MambaArgs(sizes, *addresses, norm, *mamba.step_limit, *ends, num_sharing)
+        self._args = MambaArgs(sizes, *addresses, norm, *mamba.step_limit, *ends, num_sharing)  # C keeps its address
         return describe_part("mamba", (self._in.args, self._o.args), self._args)

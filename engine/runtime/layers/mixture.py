@@ -12,7 +12,6 @@ a further norm.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ctypes import Structure
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +25,7 @@ from engine.runtime.layers.parts import LayerAdapters, Load, Maker
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import Mixture, describe_part, norm_args
 from engine.runtime.native.library import LinearArgs, PartArgs, RouterArgs, native
-from engine.runtime.native.structs import mirror
+from engine.runtime.native.structs import structure
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.linear import Linear, Scheme, clamped_mul
 
@@ -95,15 +94,11 @@ class Router:
         )
 
 
-@mirror("latent_experts")
-class LatentExpertsArgs(Structure):
-    """A mixture between two products, for the native library."""
+LatentExpertsArgs = structure("latent_experts")  # for the native library: a mixture between two products
 
 
 class MoE:
     """The weighted sum of each token's experts, plus the shared expert."""
-
-    _args: LatentExpertsArgs  # C keeps its address
 
     def __init__(self, config: MoEConfig, hidden_size: int, make: Maker) -> None:
         self._clamp, self._activation, self._group = config.clamp, config.activation, make.group
@@ -174,7 +169,7 @@ class MoE:
         if self.latents is None or experts is None:
             return experts
         narrow, widen = _args_of(self.latents)
-        self._args = LatentExpertsArgs(experts=experts, narrow=narrow, widen=widen)
+        self._args = LatentExpertsArgs(experts=experts, narrow=narrow, widen=widen)  # C keeps its address
         shared = _args_of([self.shared_gate_up, self.shared_down])
         if shared and (mlp := describe_part("mlp", shared)):
             self._args.shared = mlp
@@ -301,17 +296,11 @@ _NORMS = {  # their names in a checkpoint
     "before_experts": "pre_feedforward_layernorm_2",
     "after_experts": "post_feedforward_layernorm_2",
 }
-
-
-@mirror("beside")
-class BesideArgs(Structure):
-    """Both parts and their norms, for the native library."""
+BesideArgs = structure("beside")  # for the native library: both parts and their norms
 
 
 class MLPBesideMixture:
     """norm(mlp(norm x)) + norm(experts(norm x))."""
-
-    _args: BesideArgs  # C keeps its address
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker) -> None:
         moe, hidden = config.layers[layer].moe, config.hidden_size
@@ -343,5 +332,5 @@ class MLPBesideMixture:
         if mlp is None or experts is None:
             return None
         norms = {place: norm_args(norm.weight) for place, norm in self._norms.items()}
-        self._args = BesideArgs(mlp=mlp, experts=experts, **norms)
+        self._args = BesideArgs(mlp=mlp, experts=experts, **norms)  # C keeps its address
         return describe_part("beside", args=self._args)

@@ -7,8 +7,6 @@ The torch operations here define the arithmetic; short_conv.c and cuda/short_con
 
 from __future__ import annotations
 
-from ctypes import Structure
-
 import torch
 from torch import Tensor
 
@@ -30,25 +28,18 @@ from engine.runtime.layers.recurrence import MOST_TAPS, behind_tail, sums, tail_
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs
-from engine.runtime.native.structs import mirror
+from engine.runtime.native.structs import structure
 
 _PLAN: Plan = {
     "in_proj": colwise("channels", "channels", "channels"),
     "conv": colwise("channels"),
     "o_proj": rowwise("channels"),
 }
-
-
-@mirror("short_conv")
-class ShortConvArgs(Structure):
-    """What the native library needs beside the first matrix and the last."""
+ShortConvArgs = structure("short_conv")  # what the native library needs beside the first matrix and the last
 
 
 class ShortConv:
     """Gates and inputs of x from one matrix; a convolution of gated inputs, gated, and a projection."""
-
-    _args: ShortConvArgs  # C keeps its address
-    _taps: Tensor  # [kernel, channels], as it reads them
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
         make, conv = make.within("conv", plan=_PLAN), config.layers[layer].recurrent
@@ -98,7 +89,8 @@ class ShortConv:
         if self._conv.kernel > MOST_TAPS:
             return None
         (tails,) = self.states[0].pieces
-        self._taps = self._weight[:, 0].mT.contiguous()
+        self._taps = self._weight[:, 0].mT.contiguous()  # [kernel, channels], as C reads them
         bias = None if self._bias is None else self._bias.data_ptr()
-        self._args = ShortConvArgs(self._taps.data_ptr(), bias, self._conv.kernel, tails.shape[1])
+        sizes = (self._conv.kernel, tails.shape[1])
+        self._args = ShortConvArgs(self._taps.data_ptr(), bias, *sizes)  # C keeps its address
         return describe_part("short_conv", (self._in.args, self._o.args), self._args)
