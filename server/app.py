@@ -38,7 +38,7 @@ from server.http.bodies import BodyReader, RequestReader
 from server.http.guards import MONITORING_PATHS, PROBE_PATHS, Cors, CrossSiteGuard, KeyGuard
 from server.http.middleware import AnswerLog, RequestScope, TurnTaker
 from server.http.openapi import openapi_router
-from server.operations.page import load_files, page_router
+from server.operations.page import find_files, page_router
 from server.protocol import errors
 from server.settings.app_config import AppConfig
 from server.telemetry.events import PrefillDelegated, TenantRefused, fan_out
@@ -120,7 +120,7 @@ def make_app(
     if not models.is_starting:
         models.check_guards()
     tenancy: Tenancy = parts["tenancy"]
-    page = load_files() if config.page else {}
+    page = find_files() if config.page else {}
     open_paths = {*PROBE_PATHS, *page, *(() if config.protect_metrics else MONITORING_PATHS)}
 
     @asynccontextmanager

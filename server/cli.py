@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # nothing that an import makes is garbage, and to look for some takes 20 ms
     if name == "serve":
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, of no use here, would spin for 0.1 s
-        from engine.startup.ahead import load_torch_libraries
+        from engine.startup.torch_ahead import load_torch_libraries
 
         load_torch_libraries()
     run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main

@@ -1,11 +1,12 @@
 """The page at `/`: a playground and a live view, static files of server/page/.
 
-The files are read once, at start, and only they are served: no path of a client reaches the file system. They are open
+The files are read once, when their route is made, and only they are served: no path of a client reaches the file system. They are open
 without a key; the page asks for one and sends it like any other client.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -40,25 +41,28 @@ class PageFile(NamedTuple):
     headers: dict[str, str]
 
 
-def load_files() -> dict[str, PageFile]:
+def find_files() -> dict[str, Path]:
     """Return every file of the page by its URL path; the HTML is `/`."""
-    files = {}
-    for path in sorted(FOLDER.rglob("*")):
-        if path.suffix in MEDIA_TYPES:
-            content = path.read_bytes()
-            headers = {
-                "content-type": MEDIA_TYPES[path.suffix],
-                "etag": f'"{sha256(content).hexdigest()[:20]}"',
-                "cache-control": "no-cache",  # revalidated each time, so that an update is seen
-            }
-            url = "/" if path.name == "index.html" else f"/page/{path.relative_to(FOLDER).as_posix()}"
-            files[url] = PageFile(content, SECURITY_HEADERS | headers)
-    return files
+    return {
+        "/" if path.name == "index.html" else f"/page/{path.relative_to(FOLDER).as_posix()}": path
+        for path in sorted(FOLDER.rglob("*"))
+        if path.suffix in MEDIA_TYPES
+    }
 
 
-def page_router(files: dict[str, PageFile]) -> APIRouter:
+def _load(path: Path) -> PageFile:
+    content = path.read_bytes()
+    headers = {
+        "content-type": MEDIA_TYPES[path.suffix],
+        "etag": f'"{sha256(content).hexdigest()[:20]}"',
+        "cache-control": "no-cache",  # revalidated each time, so that an update is seen
+    }
+    return PageFile(content, SECURITY_HEADERS | headers)
+
+
+def page_router(paths: Mapping[str, Path]) -> APIRouter:
     """Return the route of these files: one for all, since each route of FastAPI lengthens the start."""
-    router = APIRouter()
+    router, files = APIRouter(), {url: _load(path) for url, path in paths.items()}
 
     @router.get("/", include_in_schema=False)
     @router.get("/page/{name:path}", include_in_schema=False)

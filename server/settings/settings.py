@@ -37,7 +37,6 @@ from engine.system.regular_file import expanded
 from engine.system.similar import closest
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
-from server.settings.files import read_yaml
 from server.settings.serve_config import ServeConfig
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
@@ -169,7 +168,7 @@ def make_model(settings: Iterable[Declared]) -> type[BaseModel]:
     columns: dict[str, Any] = {
         each.name: (type_of(each), Field(each.default, description=each.setting.help)) for each in settings
     }
-    config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True)  # a subclass is built
     return create_model("SettingsModel", __config__=config, **columns)
 
 
@@ -332,6 +331,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the settings in a YAML file by name, keys in either spelling and nulls left out. Raises ConfigError."""
+    from server.settings.yaml_files import read_yaml
+
     content = read_yaml("--config", path)
     if content is None:
         return {}

@@ -54,7 +54,6 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from engine.core.errors import ConfigError, OverloadedError
 from engine.core.scheduling.admission import RetryTimes
 from engine.core.types import Request
-from server.settings.files import read_yaml
 
 DEFAULT = "default"  # the name of everything that is no tenant of the file: keys of --api-key
 
@@ -78,7 +77,9 @@ class Tenant:
 class _Terms(BaseModel):
     """Terms of tiers and tenants. A null is refused: it would limit nothing."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True, defer_build=True
+    )
 
     weight: float | None = Field(None, ge=0.001, le=1000)
     max_concurrent_requests: int | None = Field(None, ge=1)
@@ -106,7 +107,7 @@ class _Tenant(_Terms):
 
 
 class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, defer_build=True)
 
     tiers: dict[Name, _Terms] = Field(default_factory=dict)
     tenants: list[_Tenant] = Field(min_length=1)
@@ -114,6 +115,8 @@ class _File(BaseModel):
 
 def read_tenants(path: Path, api_keys: Iterable[str] = ()) -> tuple[Tenant, ...]:
     """Return a file's tenants; none may have an API key. Raises ConfigError."""
+    from server.settings.yaml_files import read_yaml
+
     try:
         file = _File.model_validate(read_yaml("--tenants", path, has_secrets=True))
         tenants = tuple([_resolve(entry, file.tiers) for entry in file.tenants])

@@ -102,7 +102,7 @@ def test_memory_is_not_backed_where_little_is_free(tmp_path: Path, monkeypatch: 
 
 def test_torchs_libraries_may_be_loaded_ahead() -> None:
     """Runs in a new process, because this one has torch. A process that ends meanwhile ends without a crash."""
-    code = "from engine.startup.ahead import load_torch_libraries\nload_torch_libraries()\n"
+    code = "from engine.startup.torch_ahead import load_torch_libraries\nload_torch_libraries()\n"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -112,6 +112,7 @@ def test_torchs_libraries_may_be_loaded_ahead() -> None:
         "find_spec('transformers')",
         "import torch.ao.quantization",
         "torch._meta_registrations.device_hint",
+        "from torchgen.model import FunctionSchema",
         "assert torch.vmap(torch.sin)(torch.zeros(2)).shape == (2,)",
         "torch.compile(lambda x: x + 1, backend='eager')(torch.zeros(1, device='meta'))",
     ],
@@ -121,7 +122,7 @@ def test_what_torch_needs_of_itself_is_imported_when_it_is_used(use: str) -> Non
     code = f"""
 import sys
 from importlib.util import find_spec
-from engine.startup.ahead import load_torch_libraries
+from engine.startup.torch_ahead import load_torch_libraries
 from server.serve import import_http
 load_torch_libraries()
 import_http()

@@ -20,10 +20,10 @@ from engine.settings.setting import declared, names_of, to_flag
 from engine.settings.setting import fault as fault_of
 from engine.sources.model_source import check_embedded, find_model
 from server.settings.app_config import AppConfig
-from server.settings.files import read_yaml
 from server.settings.flags import GROUPS, load_settings, make_parser, name_origins
 from server.settings.serve_config import ServeConfig
 from server.settings.settings import DECLARED, Settings, make_model, read_sources
+from server.settings.yaml_files import read_yaml
 from tests.examples.setting import ExampleConfig
 
 ROOT = Path(__file__).parents[2]
