@@ -118,7 +118,7 @@ def measure(settings: str, options: argparse.Namespace, text: str) -> Score:
             f"--window is {options.window}; each prompt begins with {len(prefix)} special tokens; raise it."
         )
     windows = list(cut_windows(tokens[: options.tokens], prefix, options.window))
-    names = {each.name for each in declared(EngineConfig)} & given.model_fields_set - {"model"}
+    names = {each.name for each in declared(EngineConfig)} & given.given - {"model"}
     with LLM(given.model, **{name: getattr(given, name) for name in names}) as llm:
         started_s = time.monotonic()
         outputs = llm.generate(windows, SamplingParams(max_tokens=0, prompt_logprobs=0))

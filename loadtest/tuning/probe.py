@@ -82,7 +82,7 @@ class Opener:
         self._report = report
         given = load_settings(self._flags)
         self.largest_step, self._max_num_seqs = _LARGEST[device_of(self._flags)]
-        self.given = {name: getattr(given, name) for name in sorted(given.model_fields_set - _NOT_WRITTEN)}
+        self.given = {name: getattr(given, name) for name in sorted(given.given - _NOT_WRITTEN)}
 
     @contextmanager
     def open(self, block_size: int) -> Iterator[Probe]:

@@ -5,7 +5,8 @@ variable counts as absent, but in the Security group it is refused, because it w
 once, before anything is loaded, and never change. server/settings/flags.py has the command line, and
 engine/settings/foreign.py the flags and values of other servers.
 
-pydantic types turn text of flags, variables and YAML into values.
+pydantic types turn text of flags, variables and YAML into values: of the settings that are given, since a model of all takes
+25 ms of a start.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, create_model
@@ -168,19 +170,23 @@ def make_model(settings: Iterable[Declared]) -> type[BaseModel]:
     columns: dict[str, Any] = {
         each.name: (type_of(each), Field(each.default, description=each.setting.help)) for each in settings
     }
-    config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True)  # a subclass is built
+    config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
     return create_model("SettingsModel", __config__=config, **columns)
 
 
-_Model: Any = make_model(DECLARED)
-
-
-class Settings(_Model):  # type: ignore[misc]  # its fields are those of DECLARED
+class Settings(SimpleNamespace):
     """All settings, as attributes by their names. `origins` and `remarks` are filled by `load_settings`."""
 
-    origins: dict[str, str] = Field(default_factory=dict, exclude=True)  # of what was given; "" is the command line
-    remarks: list[str] = Field(default_factory=list, exclude=True)  # on what has no effect, and why
-    each: list[Settings] = Field(default_factory=list, exclude=True)  # of several models, with what they share
+    def __init__(self, **given: Any) -> None:
+        """Raises pydantic's ValidationError."""
+        values = make_model(each for each in DECLARED if each.name in given)(**given)
+        super().__init__(
+            **{each.name: each.default for each in DECLARED} | {name: getattr(values, name) for name in given}
+        )
+        self.given = frozenset(given)
+        self.origins: dict[str, str] = {}  # of what was given; "" is the command line
+        self.remarks: list[str] = []  # on what has no effect, and why
+        self.each: list[Settings] = []  # of several models, with what they share
 
     def engine_config(self, model: str) -> EngineConfig:
         """Return the engine's settings, with the path of the model. Raises ConfigError."""
