@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cache
+from itertools import chain
 from math import isfinite
 from numbers import Integral, Real
 from operator import ge, gt, le, lt
@@ -89,18 +90,20 @@ def feature(name: str, group: str) -> Callable[..., Any]:
     return declare_key
 
 
-@lru_cache
 def declared(*classes: type) -> tuple[Declared, ...]:
     """Return the settings that dataclasses declare, in order."""
-    found = []
-    for cls in classes:
-        hints = get_type_hints(cls, include_extras=True)
-        for each in fields(cls):
-            setting = each.metadata.get(_METADATA)
-            if setting is not None:
-                name = setting.name or each.name
-                found.append(Declared(name, each.name, hints[each.name], each.default, setting))
-    return tuple(found)
+    return tuple(chain.from_iterable(map(_declared, classes)))
+
+
+@cache
+def _declared(cls: type) -> list[Declared]:
+    found, hints = [], get_type_hints(cls, include_extras=True)
+    for each in fields(cls):
+        setting = each.metadata.get(_METADATA)
+        if setting is not None:
+            name = setting.name or each.name
+            found.append(Declared(name, each.name, hints[each.name], each.default, setting))
+    return found
 
 
 def to_flag(name: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import math
-import sqlite3
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -131,7 +131,9 @@ def is_disk_full(error: Exception) -> bool:
     """Return whether a write of a file or of SQLite failed on a full disk."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return isinstance(error, sqlite3.Error) and "disk is full" in str(error)  # its code has no name before Python 3.11
+    sqlite3 = sys.modules.get("sqlite3")  # a daemon with batches has imported it
+    is_of_database = sqlite3 is not None and isinstance(error, sqlite3.Error)
+    return is_of_database and "disk is full" in str(error)  # its code has no name before Python 3.11
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -5,7 +5,7 @@ completes it. Then the engine thread calls it. The torch operations of `__call__
 may compute the same, if `describe` describes it.
 
 A model is made empty. Its parts name their tensors by the checkpoint's keys, and `loads` has them in the order in which
-a step reads them; models/fill.py loads them in that order. Matrices get their memory only then.
+a step reads them, the head first; models/fill.py loads them in that order. Matrices get their memory only then.
 """
 
 from __future__ import annotations

@@ -67,6 +67,11 @@ class Decoder:
         self.embed = Embedding() if shards is None else ShardedEmbedding(make.group, shards.vocabulary.first, num_ids)
         if not config.tied_head:
             make.embedding("model.embed_tokens", num_ids, config.hidden_size, self.embed)
+        # Loaded first, as the largest matrix: loaded last, it would be packed on one thread while all others wait.
+        head, tied = ("model.embed_tokens", self.embed) if config.tied_head else ("lm_head", None)
+        self._head = (
+            make.linear({head: num_ids}, config.hidden_size, is_head=True, tied=tied) if config.has_head else None
+        )
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._inputs, self._streams, kind = _further_parts(config, make)
@@ -86,10 +91,6 @@ class Decoder:
         self.vectors = VectorSettings()
         self.pooler: Pooler | None = None
         self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
-        head, tied = ("model.embed_tokens", self.embed) if config.tied_head else ("lm_head", None)
-        self._head = (
-            make.linear({head: num_ids}, config.hidden_size, is_head=True, tied=tied) if config.has_head else None
-        )
         self._rotaries = Rotaries([layer.rope for layer in config.layers], served_len, dtype=dtype, device=device)
         self._native: NativeDecoder | None = None
         # The layers behind it read the keys and values of others, or have no mixer.

@@ -1,6 +1,6 @@
 """Allocates packed weights in large chunks on huge pages, to be read as one stream.
 
-Matrices are adjacent in the order they are packed, which is the order in which a step reads them. A chunk lives as long
+Matrices are adjacent in the order they are packed, which is the order in which steps read them. A chunk lives as long
 as any matrix in it. Start-up thread; an adapter that is loaded later has a separate arena, used by its loader's thread.
 """
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 _THREADS = 2
-_MAX_PENDING = 8  # calls and reports; more would gain nothing, and show progress late
+_MAX_PENDING = 64  # calls and reports, while one thread packs the largest matrix; more would show progress late
 
 
 class Packer:
