@@ -322,9 +322,9 @@ def _begin(plans: Sequence[_Plan]) -> WeightMemory | None:
     first = next(plan for plan in plans if plan.at_start)
     is_here = first.model.is_native and local_path(first.engine.model) is not None
     memory = begin_weights(first.engine) if is_here else None
-    with ThreadPoolExecutor(1) as aside:
+    import_http()
+    with ThreadPoolExecutor(1) as aside:  # only now: torch's libraries have taken another core so far
         checks = [aside.submit(check_embedded, plan.engine.model) for plan in plans if plan.serve.model is None]
-        import_http()
         import engine.startup.build  # noqa: F401 - imported for its duration
 
         for check in checks:
