@@ -32,7 +32,6 @@ from engine.arbiter import Arbiter
 from engine.core.errors import ConfigError, NotWantedError, QuireError
 from engine.core.types import Progress
 from engine.files.gguf_header import forget_headers
-from engine.images import most_images
 from engine.settings.engine_config import EngineConfig
 from engine.settings.setting import to_flag
 from engine.sources.draft_source import fetch_models
@@ -257,7 +256,10 @@ def _prepare(settings: Settings) -> _Plan:
     if serve_config.tokenizer is not None:
         check_tokenizer_source(serve_config.tokenizer)
     check_sampling_source(serve_config.generation_config, serve_config.override_generation_config)
-    most_images(app_config.limit_mm_per_prompt)
+    if app_config.limit_mm_per_prompt is not None:
+        from engine.images import most_images
+
+        most_images(app_config.limit_mm_per_prompt)
     if serve_config.hf_token is not None:
         os.environ["HF_TOKEN"] = serve_config.hf_token  # the hub's library reads it there
     chat_template = None if serve_config.chat_template is None else _read_template(serve_config.chat_template)
