@@ -10,6 +10,7 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
 }
@@ -35,7 +36,7 @@ class Shape:
     is_tied: bool = True
     experts: int = 0
     chosen: int = 0  # experts of a token
-    has_qk_norm: bool = False  # over whole queries and keys
+    qk_norm: str = ""  # of queries and keys: "whole", or each "head"
     is_embedded: bool = False  # its weights come with Quire; others are random
     stds: tuple[float, float] = (0.02, 0.02)  # of random embeddings, and of random matrices
     more: Mapping[str, Any] = field(default_factory=dict)  # other fields of config.json
@@ -85,7 +86,17 @@ _SHAPES = (
     ),
     Shape(
         "olmoe-1b-7b", "olmoe", 16, 2048, 16, 16, 128, 1024, 50304, 4096, 1e4, 1e-5, is_tied=False, experts=64, chosen=8,
-        has_qk_norm=True, more={"num_experts": 64, "norm_topk_prob": False},
+        qk_norm="whole", more={"num_experts": 64, "norm_topk_prob": False},
     ),
+    # Those of Red Hat's suite for CPUs (`redhat-et/vllm-cpu-perf-eval`); Llama's without the scaling of its angles.
+    Shape("tinyllama-1.1b", "llama", 22, 2048, 32, 4, 64, 5632, 32000, 2048, 1e4, 1e-5, is_tied=False),
+    Shape("llama-3.2-1b", "llama", 16, 2048, 32, 8, 64, 8192, 128256, 131072, 5e5, 1e-5),
+    Shape("llama-3.2-3b", "llama", 28, 3072, 24, 8, 128, 8192, 128256, 131072, 5e5, 1e-5),
+    Shape(
+        "granite-3.2-2b", "granite", 40, 2048, 32, 8, 64, 8192, 49155, 131072, 5e6, 1e-5,
+        more={"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    ),
+    Shape("qwen3-0.6b", "qwen3", 28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e6, 1e-6, qk_norm="head"),
+    Shape("qwen2.5-3b", "qwen2", 36, 2048, 16, 2, 128, 11008, 151936, 32768, 1e6, 1e-6, bias=True),
 )  # fmt: skip
 COMPARED = {shape.name: shape for shape in _SHAPES}

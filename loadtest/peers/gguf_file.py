@@ -155,13 +155,15 @@ def _add_settings(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(shape.norm_eps)
     writer.add_vocab_size(shape.vocab)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     if shape.experts:
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.chosen)
-    if shape.arch == "granitemoe":
+    if shape.arch in ("granite", "granitemoe"):
         writer.add_embedding_scale(shape.more["embedding_multiplier"])
         writer.add_attention_scale(shape.more["attention_multiplier"])
         writer.add_residual_scale(shape.more["residual_multiplier"])

@@ -50,7 +50,7 @@ _GRANITE_NAMES = {
     "ffn_up_exps": "block_sparse_moe.input_linear",
     "ffn_down_exps": "block_sparse_moe.output_linear",
 }
-_PERMUTED = ("llama", "granitemoe")  # their GGUF files rotate neighbours
+_PERMUTED = ("llama", "granite", "granitemoe")  # their GGUF files rotate neighbours
 
 
 def prepare(shape: Shape, source: Path, folder: Path, names: Sequence[str], say: Callable[[str], None]) -> None:
@@ -92,8 +92,9 @@ class Weights:
         }
         if shape.bias:
             layer |= {"attn_q.bias": (query,), "attn_k.bias": (key,), "attn_v.bias": (key,)}
-        if shape.has_qk_norm:
-            layer |= {"attn_q_norm.weight": (query,), "attn_k_norm.weight": (key,)}
+        if shape.qk_norm:
+            sizes = (query, key) if shape.qk_norm == "whole" else (shape.head_dim, shape.head_dim)
+            layer |= {f"attn_{role}_norm.weight": (size,) for role, size in zip("qk", sizes, strict=True)}
         mlp = {"gate": (shape.ffn, width), "up": (shape.ffn, width), "down": (width, shape.ffn)}
         if shape.experts:
             layer["ffn_gate_inp.weight"] = (shape.experts, width)

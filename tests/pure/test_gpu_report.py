@@ -64,6 +64,11 @@ def test_shapes_have_the_size_in_their_name() -> None:
         "qwen3-0.6b": pytest.approx(596, abs=1),
         "granite-3.1-1b-a400m": pytest.approx(429, abs=1),  # of the experts, the chosen ones
         "olmoe-1b-7b": pytest.approx(1179, abs=1),
+        "tinyllama-1.1b": pytest.approx(1034, abs=1),
+        "llama-3.2-1b": pytest.approx(1236, abs=1),
+        "llama-3.2-3b": pytest.approx(3213, abs=1),
+        "granite-3.2-2b": pytest.approx(2534, abs=1),
+        "qwen2.5-3b": pytest.approx(3086, abs=1),
         "llama-3.1-8b": pytest.approx(7504, abs=2),  # the embedding, which is not tied, is not multiplied
     }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from loadtest.shapes import Shape
+from loadtest.shapes import COMPARED, Shape
 from loadtest.workload import WORDS
 
 _LLAMA3_ROPE = {
@@ -20,7 +20,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-QWEN3_06B = Shape("qwen3-0.6b", "qwen3", 28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e6, 1e-6)
+QWEN3_06B = COMPARED["qwen3-0.6b"]
 LLAMA_8B = Shape(
     "llama-3.1-8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, 5e5, 1e-5, is_tied=False,
     more={"rope_scaling": _LLAMA3_ROPE},
