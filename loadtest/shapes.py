@@ -13,6 +13,7 @@ _ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 
 
@@ -97,6 +98,10 @@ _SHAPES = (
         more={"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 8.0},
     ),
     Shape("qwen3-0.6b", "qwen3", 28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e6, 1e-6, qk_norm="head"),
+    Shape(  # half of its 24 layers; GGUF alone
+        "gpt-oss-20b-12", "gpt-oss", 12, 2880, 64, 8, 64, 2880, 201088, 131072, 1.5e5, 1e-5, bias=True, is_tied=False,
+        experts=32, chosen=4,
+    ),
     Shape("qwen2.5-3b", "qwen2", 36, 2048, 16, 2, 128, 11008, 151936, 32768, 1e6, 1e-6, bias=True),
 )  # fmt: skip
 COMPARED = {shape.name: shape for shape in _SHAPES}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from gguf import GGML_QUANT_VERSION, GGUFWriter
+from gguf import GGML_QUANT_VERSION, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
@@ -134,8 +134,10 @@ def _kind(source: Source, tensor: str, name: str) -> Kind:
     """Return the type of a tensor as llama-quantize chooses it."""
     kind: Kind
     kind, layers = _MIXED.get(name) or Kind[name.upper()], source.shape.layers
-    if len(source.shapes[tensor]) == 1 or tensor.endswith("gate_inp.weight"):
+    if len(source.shapes[tensor]) == 1 or tensor.endswith((".bias", "gate_inp.weight")):
         return Kind.F32
+    if source.shape.arch == "gpt-oss" and "_exps" not in tensor:
+        return Kind.Q8_0
     if tensor in ("token_embd.weight", "output.weight"):
         return _HEADS.get(kind, Kind.Q8_0 if source.shape.hidden % 256 else Kind.Q6_K)
     if name in _MIXED and any(role in tensor for role in ("attn_v", "ffn_down")):
@@ -163,6 +165,12 @@ def _add_settings(writer: GGUFWriter, shape: Shape) -> None:
     if shape.experts:
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.chosen)
+    if shape.arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(shape.ffn)
+        writer.add_sliding_window(128)
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(32)
+        writer.add_rope_scaling_orig_ctx_len(4096)
     if shape.arch in ("granite", "granitemoe"):
         writer.add_embedding_scale(shape.more["embedding_multiplier"])
         writer.add_attention_scale(shape.more["attention_multiplier"])

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from engine.files.gguf_header import read_header
 from engine.text.gguf_tokenizer import build_tokenizer
+from loadtest.errors import LoadtestError
 from loadtest.peers.gguf_file import fitted, write_gguf
 from loadtest.peers.packed import PACKINGS, group_of, save_packed
 from loadtest.peers.safetensors_file import Entry, write_safetensors
@@ -65,6 +66,8 @@ def prepare(shape: Shape, source: Path, folder: Path, names: Sequence[str], say:
         say(f"writing {path}")
         unfinished = path.with_name(f"unfinished-{name}")
         unfinished.parent.mkdir(parents=True, exist_ok=True)
+        if shape.arch == "gpt-oss" and path.suffix != ".gguf":
+            raise LoadtestError(f"{shape.name} is written as GGUF alone, not as {name}.")
         if name == "hf":
             _write_hf(shape, tensors, metadata, unfinished)
         elif path.suffix == ".gguf":
@@ -101,6 +104,12 @@ class Weights:
             layer |= {f"ffn_{role}_exps.weight": (shape.experts, *size) for role, size in mlp.items()}
         else:
             layer |= {f"ffn_{role}.weight": size for role, size in mlp.items()}
+        if shape.arch == "gpt-oss":
+            layer["post_attention_norm.weight"] = layer.pop("ffn_norm.weight")
+            layer |= {"attn_output.bias": (width,), "attn_sinks.weight": (shape.heads,)}
+            layer |= {
+                name.replace("weight", "bias"): size[:-1] for name, size in layer.items() if name.startswith("ffn_")
+            }
         self.shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab, width)}
         for index in range(shape.layers):
             self.shapes |= {f"blk.{index}.{name}": size for name, size in layer.items()}

@@ -15,6 +15,7 @@ from engine.files.gguf_header import read_header
 from engine.files.gguf_kinds import Kind
 from engine.runtime.weights.gguf import GGUFCheckpoint, dequantised
 from engine.sources.model_source import find_model
+from loadtest.errors import LoadtestError
 from loadtest.peers.gguf_file import random_blocks
 from loadtest.peers.models import bfloat16_bits, prepare
 from loadtest.peers.packed import PACKINGS
@@ -35,7 +36,7 @@ FILES = ("hf", "w8a8", "bf16.gguf", "f16.gguf", "q8_0.gguf")
 OTHERS = {
     shape.arch: replace(shape, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=32, vocab=VOCAB)
     for shape in COMPARED.values()
-    if shape.experts or shape.arch in ("granite", "qwen3")
+    if shape.arch not in TINY and shape.arch != "gpt-oss"
 }
 
 
@@ -124,6 +125,20 @@ def test_it_is_the_same_model_for_every_reader(shape: Shape, tmp_path: Path) -> 
             (output,) = llm.generate([tokens], SamplingParams(max_tokens=0, prompt_logprobs=0))
         logprobs.append([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]])
     assert np.allclose(*logprobs, atol=1e-5)
+
+
+def test_gpt_oss_is_written_as_gguf_alone(tmp_path: Path) -> None:
+    size = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 64, "vocab": VOCAB}
+    shape = replace(COMPARED["gpt-oss-20b-12"], **size)
+    with pytest.raises(LoadtestError, match="GGUF alone"):
+        prepare(shape, Path(find_model(None).path), tmp_path, ["hf"], lambda _: None)
+    prepare(shape, Path(find_model(None).path), tmp_path, ["mxfp4.gguf"], lambda _: None)
+    kinds = {each.name: each.kind for each in read_header(tmp_path / shape.name / "mxfp4.gguf").tensors}
+    assert kinds["blk.1.ffn_up_exps.weight"] == Kind.MXFP4
+    assert kinds["blk.1.attn_q.weight"] == Kind.Q8_0
+    with LLM(str(tmp_path / shape.name / "mxfp4.gguf")) as llm:
+        (output,) = llm.generate([[1, 2, 30]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 2
 
 
 @pytest.mark.parametrize("name", [name for name in GGUF_FORMATS if name != "q8_0" and not name.endswith("k_m")])
