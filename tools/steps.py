@@ -15,7 +15,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self._now: dict[str, float] = {}
+        self._now: dict[str, float] = defaultdict(float)
 
     def wrap(self, owner: Any, method: str, name: str) -> None:
         """Time every call of a method under `name`."""
@@ -72,41 +71,52 @@ class Stopwatch:
         return {name: 1e6 * statistics.median([step.get(name, 0.0) for step in self.steps]) for name in names}
 
 
-def decode(
-    engine: Engine,
-    watch: Stopwatch,
-    num_seqs: int,
-    num_steps: int,
-    params: SamplingParams,
-    adapters: Sequence[Adapter | None] = (None,),
-) -> dict[str, float]:
+def decode(engine: Engine, watch: Stopwatch, num_seqs: int, options: argparse.Namespace) -> dict[str, float]:
     """Return medians of pure decode steps; the sequences use the adapters in turn."""
-    rng = random.Random(num_seqs)  # prompts differ between levels, so that the prefix cache finds nothing
-    for index in range(num_seqs):
-        prompt = tuple(rng.randrange(engine.facts.vocab_size) for _ in range(64))
-        request_id = f"{num_seqs}-{index}"
-        own = replace(params, adapter=adapters[index % len(adapters)])
-        engine.submit(Request(request_id=request_id, prompt=prompt, params=own, arrival_s=engine.clock()))
     turn, stats = engine._turn, engine.stats  # noqa: SLF001 - the loop's own body, without its thread
-    while True:
+    adapters, rng = _adapters(engine, options.lora), random.Random(num_seqs)  # prompts differ between levels
+    prompts = [tuple(rng.randrange(engine.facts.vocab_size) for _ in range(options.context)) for _ in range(num_seqs)]
+
+    def submit(kind: str, max_tokens: int) -> None:
+        for index, prompt in enumerate(prompts):
+            adapter = adapters[index % len(adapters)]
+            params = SamplingParams(max_tokens=max_tokens, temperature=options.temperature, adapter=adapter)
+            request_id = f"{num_seqs}-{kind}-{index}"
+            engine.submit(Request(request_id=request_id, prompt=prompt, params=params, arrival_s=engine.clock()))
+
+    submit("read", 1)  # the prefix cache has the prompts from then on
+    turn()
+    while stats.num_running + stats.num_waiting > 0:
+        turn()
+    submit("timed", options.num_steps + 16)
+    before = -1
+    while stats.generation_tokens - before != num_seqs:
         before = stats.generation_tokens
-        watch.step(turn)
-        if stats.generation_tokens - before == num_seqs:
-            break  # all prompts are computed
-    watch.steps.clear()
-    for _ in range(num_steps):
-        watch.step(turn)
-    found = watch.medians_us()
-    while engine.stats.num_running:
         turn()
     watch.steps.clear()
+    for _ in range(options.num_steps):
+        watch.step(turn)
+    found = watch.medians_us()
+    while stats.num_running > 0:
+        turn()
     return found
+
+
+def _adapters(engine: Engine, names: Sequence[str]) -> list[Adapter | None]:
+    loaded = {name: each.adapter for name, each in engine.adapters.items()}
+    unknown = [name for name in names if name != "none" and name not in loaded]
+    if unknown:
+        raise SystemExit(f"--lora names {unknown[0]!r}; of --lora-modules there are: {', '.join(loaded) or 'none'}.")
+    return [None if name == "none" else loaded[name] for name in names]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `steps`."""
     parser.add_argument("--num-seqs", type=positive_int, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument("--num-steps", type=positive_int, default=64, metavar="N", help="to time; default %(default)s")
+    parser.add_argument(
+        "--context", type=positive_int, default=64, metavar="N", help="tokens of a prompt; default %(default)s"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
     parser.add_argument(
         "--lora", nargs="+", default=["none"], metavar="NAME", help="of --lora-modules, for sequences in turn; or none"
@@ -125,16 +135,10 @@ def run(options: argparse.Namespace) -> int:
             owner = getattr(owner, attribute, None)
         if owner is not None:
             watch.wrap(owner, method, name)
-    params = SamplingParams(max_tokens=options.num_steps + 16, temperature=options.temperature)
-    loaded = {name: each.adapter for name, each in engine.adapters.items()}
-    unknown = [name for name in options.lora if name != "none" and name not in loaded]
-    if unknown:
-        raise SystemExit(f"--lora names {unknown[0]!r}; of --lora-modules there are: {', '.join(loaded) or 'none'}.")
-    adapters = [None if name == "none" else loaded[name] for name in options.lora]
     gc.freeze()
     rows = {}
     for num_seqs in options.num_seqs:
-        found = decode(engine, watch, num_seqs, options.num_steps, params, adapters)
+        found = decode(engine, watch, num_seqs, options)
         found["host"] = sum(found[name] for name in _HOST_PARTS)
         rows[num_seqs] = found
     print("median microseconds of a step")
