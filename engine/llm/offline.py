@@ -95,9 +95,7 @@ class LLM(VectorMethods):
         **engine: Any,
     ) -> None:
         check_sampling_source(generation_config, override_generation_config)
-        most_images(limit_mm_per_prompt)
-        if max_logprobs < 0:
-            raise ConfigError(f"max_logprobs is {max_logprobs}; it must be at least 0.")
+        _check_limits(max_logprobs, limit_mm_per_prompt)
         check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
         source = find_model(model)
@@ -402,6 +400,12 @@ class LLM(VectorMethods):
             self._engine.abort(event.request_id, AbortCause.STOP_STRING, event.choice)
         if not job.num_open:
             del started[event.request_id]
+
+
+def _check_limits(max_logprobs: int, images: Mapping[str, Any] | None) -> None:
+    most_images(images)
+    if max_logprobs < 0:
+        raise ConfigError(f"max_logprobs is {max_logprobs}; it must be at least 0.")
 
 
 def _end(engine: EngineHandle, tokenizer: TextTokenizer, pictures: Pictures | None) -> None:
