@@ -352,16 +352,16 @@ class BatchService:
         self.store.close()
         self.folder.close()
 
-    async def file(self, owner: str, file_id: str) -> FileObject:
+    async def file(self, owner: str, file_id: str, param: str = "file_id") -> FileObject:
         """Return a file. Raises a 404."""
         file = await self.store(lambda store: store.file(owner, file_id))
         if file is None:
-            raise ApiError(404, "file_not_found", f"There is no file {shorten(file_id)!r} here.", "file_id")
+            raise ApiError(404, "file_not_found", f"There is no file {shorten(file_id)!r} here.", param)
         return file
 
-    async def batch(self, owner: str, batch_id: str) -> Batch:
+    async def batch(self, owner: str, batch_id: str, param: str = "batch_id") -> Batch:
         """Return a batch. Raises a 404."""
         batch = await self.store(lambda store: store.batch(owner, batch_id))
         if batch is None:
-            raise ApiError(404, "batch_not_found", f"There is no batch {shorten(batch_id)!r} here.", "batch_id")
+            raise ApiError(404, "batch_not_found", f"There is no batch {shorten(batch_id)!r} here.", param)
         return batch

@@ -65,7 +65,7 @@ async def create_batch(
     if body.endpoint not in ENDPOINTS:
         message = f"endpoint is {shorten(body.endpoint)!r}; batches are for {', '.join(ENDPOINTS)}."
         raise ApiError(400, "invalid_value", message, "endpoint")
-    file = await batches.file(owner, body.input_file_id)
+    file = await batches.file(owner, body.input_file_id, "input_file_id")
     if file.purpose is not Purpose.BATCH:
         message = f"{file.id} is of purpose {file.purpose.value}; upload the input with purpose 'batch'."
         raise ApiError(400, "invalid_value", message, "input_file_id")
@@ -95,7 +95,7 @@ async def list_batches(http: Request, batches: InBatches, owner: InOwner) -> dic
     """List the owner's batches, newest first."""
     asked = PageQuery.model_validate(dict(http.query_params))
     if asked.after is not None:
-        await batches.batch(owner, asked.after)
+        await batches.batch(owner, asked.after, "after")
     found = await batches.store(lambda store: store.batches(owner, asked.after, asked.limit + 1))
     return page(found[: asked.limit], has_more=len(found) > asked.limit)
 
@@ -177,7 +177,7 @@ async def list_files(http: Request, batches: InBatches, owner: InOwner) -> dict[
     """List the owner's files."""
     asked = FilesQuery.model_validate(dict(http.query_params))
     if asked.after is not None:
-        await batches.file(owner, asked.after)
+        await batches.file(owner, asked.after, "after")
     is_descending = asked.order == "desc"
     found = await batches.store(
         lambda store: store.files(owner, asked.after, asked.limit + 1, asked.purpose, newest_first=is_descending)

@@ -160,6 +160,17 @@ def test_lists_have_pages(client: openai.OpenAI) -> None:
     assert len(list(client.files.list())) == 6
 
 
+def test_what_is_missing_is_named_by_the_field_that_asked_for_it(served: Live) -> None:
+    body = {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}
+    answers = [
+        httpx.post(f"{served.url}/v1/batches", json=body),
+        *(httpx.get(f"{served.url}/v1/{kind}?after=x") for kind in ("files", "batches")),
+        *(httpx.get(f"{served.url}/v1/{kind}/x") for kind in ("files", "batches")),
+    ]
+    params = [answer.json()["error"]["param"] for answer in answers]
+    assert params == ["input_file_id", "after", "after", "file_id", "batch_id"]
+
+
 def test_no_other_user_reads_the_database(serve: Serve, tmp_path: Path) -> None:
     """The folder may have been there, open to all."""
     tmp_path.chmod(0o755)
