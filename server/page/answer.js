@@ -12,7 +12,7 @@ const FINISHES = {
   stopped: "stopped",
   interrupted: "interrupted",
   error: "not complete",
-  content_filter: "filtered",
+  content_filter: "filtered by the guard",
 };
 
 export class Answer {
