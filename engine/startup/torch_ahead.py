@@ -52,7 +52,6 @@ class _Later(MetaPathFinder, Loader):
     )
     # Of these parts, which torch itself has, too.
     _FUNCTIONS: Mapping[str, str] = {"cond": "_higher_order_ops", "while_loop": "_higher_order_ops", "vmap": "func"}
-    _USERS = ("transformers", "torch._dynamo")
 
     def __init__(self) -> None:
         self._names = {"torchgen.model", *(f"torch.{part}" for part in self._PARTS)}
@@ -62,16 +61,18 @@ class _Later(MetaPathFinder, Loader):
         self._lock = RLock()
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        """Return an empty module for a part, and load all of them before their users, and before modules within them."""
+        """Return an empty module for a part; load all before transformers, and before what torch does not import itself."""
         if name in self._names:
             self._begun.append(name)
             return ModuleSpec(name, self, is_package=True)
-        folder = name.rpartition(".")[0]
-        if name not in self._USERS and folder not in self._begun:
+        folder, torch = name.rpartition(".")[0], sys.modules.get("torch")
+        is_whole = torch is not None and not getattr(torch.__spec__, "_initializing", False)
+        if name != "transformers" and folder not in self._begun and not (is_whole and name.startswith("torch.")):
             return None
         self._end()
-        if name in sys.modules:  # a part has imported it
-            return ModuleSpec(name, self)
+        if (module := sys.modules.get(name)) is not None:  # a part has imported it; its own spec would run it again
+            module.__spec__ = ModuleSpec(name, self, is_package=hasattr(module, "__path__"))
+            return module.__spec__
         return PathFinder.find_spec(name, sys.modules[folder].__path__ if folder else None)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -93,6 +94,9 @@ class _Later(MetaPathFinder, Loader):
             return getattr(import_module(name), attribute)
 
         module.__getattr__ = get  # type: ignore[method-assign]
+        if name == "torch._meta_registrations":  # which sets it, and without it there are no generators
+            meta = import_module("torch._opaque_base").OpaqueBaseMeta
+            sys.modules["torch"]._C._set_generator_metaclass(meta)  # noqa: SLF001 - torch has no public one
 
     def _end(self) -> None:
         with self._lock:

@@ -112,6 +112,9 @@ def test_torchs_libraries_may_be_loaded_ahead() -> None:
         "find_spec('transformers')",
         "import torch.ao.quantization",
         "torch._meta_registrations.device_hint",
+        "repr(torch.zeros(2))",
+        "import torch._prims",
+        "import torch.utils.checkpoint",
         "from torchgen.model import FunctionSchema",
         "assert torch.vmap(torch.sin)(torch.zeros(2)).shape == (2,)",
         "torch.compile(lambda x: x + 1, backend='eager')(torch.zeros(1, device='meta'))",
@@ -128,6 +131,7 @@ load_torch_libraries()
 import_http()
 import pydantic, torch
 assert "defer_build" not in pydantic.BaseModel.model_config
+torch.randn(1, generator=torch.Generator())  # which needs none of what is put off
 late = [name for name, each in sys.modules.items() if type(getattr(each, "__loader__", None)).__name__ == "_Later"]
 {use}
 print(len(late) > 9, all(hasattr(sys.modules[name], "__file__") for name in late), torch.vmap is torch.func.vmap)
