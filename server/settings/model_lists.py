@@ -62,7 +62,8 @@ def in_preset(path: Path) -> list[ListedModel]:
     try:
         ini.read_string("[version]\n" + read_setting_file("--models-preset", path))
     except IniError as error:
-        raise ConfigError(f"--models-preset is {str(path)!r}, which is no INI file: {error.message}") from error
+        why = error.message.partition("\n")[0]  # then come lines of the file
+        raise ConfigError(f"--models-preset is {str(path)!r}, which is no INI file: {why}") from error
     return [_of_section(name, dict(ini[name])) for name in ini.sections() if name != "version"]
 
 
