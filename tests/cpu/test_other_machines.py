@@ -72,7 +72,7 @@ def vnni_of_avx512(folder: Path) -> list[str]:
         pytest.skip("needs a compiler and a machine with AVX512-VNNI")
     if Isa.AVXVNNI in build.machine_isas():
         pytest.skip("this machine has AVX-VNNI itself, with which the other tests run")
-    options = f"{build._AVX2} -mavx512vnni -mavx512vl -DVECTOR_BYTES=32"
+    options = f"{build._AVX2} -mavx512vnni -mavx512vl -DREGISTER_BYTES=32"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_FLAGS", QUICK)
         patch.setattr(build, "_OPTIONS", {"x86_64": {"avxvnni": options}})

@@ -125,7 +125,7 @@ INLINE vf adjust(const struct attend_args *a, const float *scales, vf x, size_t 
     if ((int64_t)c >= low && (int64_t)(c + W) <= high) return x;
     vi at;
     for (int i = 0; i < W; i++) at[i] = (int32_t)c + i;
-    return select_f((at >= (int32_t)low) & (at < (int32_t)high), x, splat(-INFINITY));
+    return select_f(COMPARE(at, >=, (int32_t)low) & COMPARE(at, <, (int32_t)high), x, splat(-INFINITY));
 }
 
 /* The highest score of a row, after adjustment. */

@@ -3,9 +3,9 @@
 
 enum {
     /* Rows, times tiles of keys or vectors of dimensions, that registers hold as sums. */
-    STRIP_ROWS = W == 16 ? 6 : W == 8 ? 4 : 2,
-    STRIP_TILES = W == 16 ? 4 : 1,
-    STRIP_DIMS = W == 8 ? 2 : 4,
+    STRIP_ROWS = REGISTER_BYTES == 64 ? 6 : REGISTER_BYTES == 32 ? 4 : 2,
+    STRIP_TILES = REGISTER_BYTES == 64 ? 4 : 1,
+    STRIP_DIMS = REGISTER_BYTES == 64 ? 4 : TILE / W,
 };
 
 /* Floats of a lane of queries. */

@@ -6,7 +6,7 @@
 INLINE vf widen_fp8(vu bits) {
     vu magnitude = bits & 0x7f;
     vf value = (vf)(magnitude << 20 | (bits & 0x80) << 24) * splat(0x1p120f);
-    return select_f((vi)(magnitude == splat_u(0x7f)), splat(__builtin_nanf("")), value);
+    return select_f(COMPARE(magnitude, ==, splat_u(0x7f)), splat(__builtin_nanf("")), value);
 }
 
 /* Write values of a row, and the scale of each block: its largest magnitude / 127, NaN if one is. */
@@ -19,7 +19,7 @@ static void widen_fp8_row(const struct fp8_row *row, float *values, float *peaks
             memcpy(&bytes, row->codes + b * QBLOCK + i, sizeof bytes);
             vf value = widen_fp8(__builtin_convertvector(bytes, vu) & 0xff) * scale;
             vi magnitude = (vi)((vu)value & 0x7fffffff);
-            largest = (vi)select_u(magnitude > largest, (vu)magnitude, (vu)largest);
+            largest = (vi)select_u(COMPARE(magnitude, >, largest), (vu)magnitude, (vu)largest);
             store_f(values + b * QBLOCK + i, value);
         }
         int32_t found = 0;
@@ -47,8 +47,8 @@ void round_fp8(const struct fp8_row *row, float *scratch, uint8_t *to) {
         memcpy(to, halves + b, sizeof *halves);
         for (int i = 0; i < QBLOCK; i += W) {
             vf value = load_f(scratch + b * QBLOCK + i);
-            value = select_f(value == value, value, splat(0));
-            value = select_f(value > splat(127), splat(127), select_f(value < splat(-127), splat(-127), value));
+            value = select_f(COMPARE(value, ==, value), value, splat(0));
+            value = clamp_f(value, splat(-127), splat(127));
             vb bytes = __builtin_convertvector((vi)(value + 12582912.f) - 0x4b400000, vb); /* the nearest integers */
             memcpy(to + 2 + i, &bytes, sizeof bytes);
         }

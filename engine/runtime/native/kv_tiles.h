@@ -49,7 +49,7 @@ INLINE void copy_tile_whole(const struct attend_args *a, const struct attend_tas
     const char *k = block_at(a, a->pool.k, task, key, l.size) + o * l.lane;
     vu keep[NV], index;
     for (int i = 0; i < W; i++) index[i] = (uint32_t)i;
-    UNROLL for (int t = 0; t < NV; t++) keep[t] = (vu)(index + (uint32_t)(t * W) < splat_u((uint32_t)num));
+    UNROLL for (int t = 0; t < NV; t++) keep[t] = (vu)COMPARE(index + (uint32_t)(t * W), <, splat_u((uint32_t)num));
     for (size_t d = 0; d < l.dim / l.pair; d++)
         UNROLL for (int t = 0; t < NV; t++) {
             vu lane = load_u(k + (d * l.block_size + (size_t)(t * W)) * 4) & keep[t];

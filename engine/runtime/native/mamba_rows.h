@@ -10,8 +10,7 @@ INLINE void complete_mamba(const struct pass *p, float *token, const char *row, 
     struct view decays = {token, (size_t)channels, DT_F32}, steps = {token, (size_t)(channels + heads), DT_F32};
     for (int64_t i = 0; i < heads; i += W) {
         vf step = softplus_f(get(dt, i, heads) * splat(m->step_scale) + get(biases, i, heads));
-        step = select_f(step < splat(m->min_step), splat(m->min_step), step);
-        step = select_f(step > splat(m->max_step), splat(m->max_step), step);
+        step = clamp_f(step, splat(m->min_step), splat(m->max_step));
         put(decays, i, heads, exp_f(get(rates, i, heads) * step));
         put(steps, i, heads, step);
     }

@@ -14,8 +14,8 @@ INLINE void clamp_as(const struct clamp_args *a, int64_t begin, int64_t end, enu
         ups.at += (size_t)a->width;
         for (int64_t i = 0; i < a->width; i += W) {
             vf gate = get(gates, i, a->width), up = get(ups, i, a->width);
-            gate = select_f(gate > limit, limit, gate); /* NaN stays */
-            up = select_f(up > limit, limit, select_f(up < -limit, -limit, up));
+            gate = select_f(COMPARE(gate, >, limit), limit, gate); /* NaN stays */
+            up = clamp_f(up, -limit, limit);
             put(out, i, a->width, (up + 1.f) * (gate / (1.f + exp_f(-a->alpha * gate))));
         }
     }

@@ -93,7 +93,7 @@ INLINE void clip_as(const struct clip_args *a, int64_t begin, int64_t end, enum 
     vf limit = splat(a->limit);
     for (int64_t i = begin * a->width; i < end * a->width; i += W) {
         vf value = get(x, i, end * a->width);
-        put(x, i, end * a->width, select_f(value > limit, limit, select_f(value < -limit, -limit, value)));
+        put(x, i, end * a->width, clamp_f(value, -limit, limit));
     }
 }
 

@@ -34,7 +34,7 @@ static int64_t first_peak(const float *x, int64_t n, uint8_t *is_finite) {
         for (int64_t i = begin; i < begin + STRETCH && i < n; i += W) {
             vf score = load_scores(x, i, n);
             best = max_f(score, best);
-            is_nan |= score != score;
+            is_nan |= COMPARE(score, !=, score);
         }
         if (peak_f(best) > peak) peak = peak_f(best), at = begin;
     }
@@ -62,7 +62,7 @@ static uint32_t worst_kept(const float *scores, int64_t n, uint32_t limit, doubl
         for (int64_t i = 0; i < n; i += W) {
             vf score = load_scores(scores, i, n);
             vu key = score_key(score);
-            vi counts = (vi)(key <= splat_u(limit)) & (vi)(key >> above == splat_u(prefix));
+            vi counts = COMPARE(key, <=, splat_u(limit)) & COMPARE(key >> above, ==, splat_u(prefix));
             if (!any_of(counts)) continue;
             vu digit = key >> shifts[level] & ((1u << widths[level]) - 1);
             vf weight = select_f(counts, by_mass ? exp_f(score) : splat(1), splat(0));
@@ -131,7 +131,7 @@ static int64_t best_with_noise(const float *scores, int64_t n, int64_t peak, uin
             vf score = load_scores(scores, i + v * W, n);
             hash[v] = hash_tokens(lane + (uint32_t)(i + v * W), key);
             vf uniform = (__builtin_convertvector((vi)hash[v], vf) + 0.5f) * 0x1p-31f;
-            can_win[v] = (vi)(uniform <= bound_exp(score - (float)best)) & (vi)(score_key(score) <= splat_u(limit));
+            can_win[v] = COMPARE(uniform, <=, bound_exp(score - (float)best)) & COMPARE(score_key(score), <=, splat_u(limit));
         }
         if (!any_of((can_win[0] | can_win[1]) | (can_win[2] | can_win[3]))) continue;
         for (int64_t at = 0; at < BLOCK && i + at < n; at++) {

@@ -35,14 +35,16 @@
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define VNNI_DOT /* products of bytes */
 #endif
-#ifndef VECTOR_BYTES
-#if defined(__AVX512F__)
-#define VECTOR_BYTES 64
+#if defined(REGISTER_BYTES) /* less than the machine has */
+#elif defined(__AVX512F__)
+#define REGISTER_BYTES 64
 #elif defined(__AVX2__)
-#define VECTOR_BYTES 32
+#define REGISTER_BYTES 32
 #else
-#define VECTOR_BYTES 16
+#define REGISTER_BYTES 16
 #endif
+#ifndef VECTOR_BYTES
+#define VECTOR_BYTES REGISTER_BYTES
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -79,6 +81,23 @@ INLINE vu splat_u(uint32_t x) { return x - (vu){0}; }
 INLINE vu load_u(const void *p) { vu v; memcpy(&v, p, sizeof v); return v; }
 INLINE vf load_f(const void *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_f(void *p, vf v) { memcpy(p, &v, sizeof v); }
+
+/* a OP b for each lane: all bits of it, or none. Of vectors wider than its registers GCC compares one lane after the other,
+ * three times the code: there they go by registers. */
+#if VECTOR_BYTES > REGISTER_BYTES && !defined(__clang__)
+#define COMPARE(a, op, b)                                                                                              \
+    __extension__({                                                                                                    \
+        typedef __typeof__((a)[0]) part __attribute__((vector_size(REGISTER_BYTES)));                                  \
+        enum { NUM_PARTS = VECTOR_BYTES / REGISTER_BYTES };                                                            \
+        union { __typeof__(a) all; part parts[NUM_PARTS]; } x_ = {a}, y_ = {(b) - (__typeof__(a)){0}};                 \
+        union { vi all; part parts[NUM_PARTS]; } found;                                                                \
+        UNROLL for (int i = 0; i < NUM_PARTS; i++) found.parts[i] = (part)(x_.parts[i] op y_.parts[i]);                \
+        found.all;                                                                                                     \
+    })
+#else
+#define COMPARE(a, op, b) ((vi)((a) op (b)))
+#endif
+
 INLINE vu select_u(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
 INLINE vf select_f(vi mask, vf yes, vf no) { return (vf)select_u(mask, (vu)yes, (vu)no); }
 
@@ -89,8 +108,14 @@ INLINE vf max_f(vf a, vf b) {
 #elif defined(X86_INTRINSICS) && VECTOR_BYTES == 32
     return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
-    return select_f(a > b, a, b);
+    return select_f(COMPARE(a, >, b), a, b);
 #endif
+}
+
+/* x within [low, high]; NaN stays. */
+INLINE vf clamp_f(vf x, vf low, vf high) {
+    x = select_f(COMPARE(x, <, low), low, x);
+    return select_f(COMPARE(x, >, high), high, x);
 }
 
 /* Whether a product with one row fetches weights ahead. Intel's processors then read them 1.4 times as fast (30 GB/s for 21, two
@@ -128,7 +153,7 @@ INLINE float peak_f(vf v) {
 INLINE vf widen_f16(vu h) {
     vu magnitude = (h & 0x7fff) << 13;
     vu scaled = (vu)((vf)magnitude * splat(0x1p112f)); /* exponents rebiased; subnormals come out right as well */
-    vu special = (vu)(magnitude >= splat_u(0x0f800000)) & 0x7f800000;
+    vu special = (vu)COMPARE(magnitude, >=, splat_u(0x0f800000)) & 0x7f800000;
     return (vf)(scaled | special | ((h & 0x8000) << 16));
 }
 
@@ -140,7 +165,7 @@ INLINE vh narrow_bf16(vf x) {
 #else
     vu bits = (vu)x;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return __builtin_convertvector(select_u((vi)(x != x), (bits >> 16) | 0x40, rounded), vh);
+    return __builtin_convertvector(select_u(COMPARE(x, !=, x), (bits >> 16) | 0x40, rounded), vh);
 #endif
 }
 
@@ -159,9 +184,9 @@ INLINE vh narrow_f16(vf x) {
     vu bits = (vu)x, magnitude = bits & 0x7fffffff;
     vu normal = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
     vu subnormal = (vu)((vf)magnitude + splat(0.5f)) - 0x3f000000;
-    vu huge = select_u((vi)(magnitude > splat_u(0x7f800000)), splat_u(0x7e00), splat_u(0x7c00));
-    vu result = select_u((vi)(magnitude < splat_u(0x38800000)), subnormal, normal);
-    result = select_u((vi)(magnitude >= splat_u(0x47800000)), huge, result) | ((bits >> 16) & 0x8000);
+    vu huge = select_u(COMPARE(magnitude, >, splat_u(0x7f800000)), splat_u(0x7e00), splat_u(0x7c00));
+    vu result = select_u(COMPARE(magnitude, <, splat_u(0x38800000)), subnormal, normal);
+    result = select_u(COMPARE(magnitude, >=, splat_u(0x47800000)), huge, result) | ((bits >> 16) & 0x8000);
     return __builtin_convertvector(result, vh);
 }
 
@@ -219,8 +244,7 @@ INLINE void put(struct view view, int64_t i, int64_t end, vf x) {
 /* e^x to about one unit in the last place; exactly 0 below -87.7, infinity above 88.4, NaN for NaN. Both ends come
  * from the exponent field: at the bounds, 2^n is all zeros or the pattern of infinity. */
 INLINE vf exp_f(vf x) {
-    x = select_f(x < splat(-88.f), splat(-88.f), x);
-    x = select_f(x > splat(89.f), splat(89.f), x);
+    x = clamp_f(x, splat(-88.f), splat(89.f));
     vf n = (x * 1.44269504f + 12582912.f) - 12582912.f; /* the nearest integer */
     vf f = (x - n * 0.693145752f) - n * 1.42860677e-6f; /* ln 2 in two parts */
     vf p = 1.f / 720 + f * (1.f / 5040);
@@ -269,7 +293,7 @@ INLINE vf gelu(vf x) {
     vf most = max_f(x, -x), u = most * (2 / 5.25f) - 1.f;
     vf half = splat(terms[0]);
     UNROLL for (size_t i = 1; i < sizeof terms / sizeof *terms; i++) half = half * u + terms[i];
-    return max_f(x, splat(0)) - select_f(most > splat(5.25f), splat(0), most * half);
+    return max_f(x, splat(0)) - select_f(COMPARE(most, >, splat(5.25f)), splat(0), most * half);
 }
 
 INLINE vf activate(vf x, enum activation activation) {
