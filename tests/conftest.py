@@ -26,6 +26,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -66,13 +67,13 @@ def pytest_configure(config: pytest.Config) -> None:
     from engine.runtime.native import build
 
     compiler = build.find_compiler()
-    best = build.best_isa()  # AVX512VNNI is tested only where it is the best (tests/cpu/native_linears.py)
-    names = [isa.name.lower() for isa in build.machine_isas() if isa is best or isa is not build.Isa.AVX512VNNI]
-    if compiler is None or all(map(build.installed_library, names)):
+    if compiler is None or all(map(build.installed_library, build.all_names())):
         return
     build._TIME_LIMIT_S = 24 * 3600  # a daemon that starts gives up sooner
-    try:
-        build.compile_libraries(compiler, names)
+    try:  # all that the wheel has, because libraries that are compiled together share most of their files
+        with suppress(RuntimeError):  # an old compiler does not know them all
+            build.compile_libraries(compiler, build.all_names())
+        build.compile_libraries(compiler, ["portable", *(isa.name.lower() for isa in build.machine_isas())])
     except RuntimeError as error:
         pytest.exit(f"the native library does not compile: {error}", returncode=1)
 

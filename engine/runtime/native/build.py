@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -90,6 +90,7 @@ _QUICK = (
     "-falign-functions",
 )
 _QUICK_FILES = ("kernels_products.c", "kernels_rows.c")
+_USED_BY = {"vnni": ("kernels_products.c",), "amx": ("kernels_attend.c", "kernels_products.c")}  # others stay the same
 _LONGEST = ("kernels_products.c", "kernels_attend.c", "quant_pack.c", "kernels_rows.c")  # the first to be compiled
 _COMPILERS = ("cc", "gcc", "clang")
 _TIME_LIMIT_S = 300
@@ -263,10 +264,15 @@ def _units(name: str, machine: str, scratch: Path) -> list[tuple[Path, str]]:
     layout.write_text(layout_source(), encoding="utf-8")
     isa, is_portable, _ = name.partition(PORTABLE_BITS)
     shared = "-DPORTABLE_BITS -ffp-contract=off" if is_portable else ""
-    own = f"{shared} {_OPTIONS.get(machine, {}).get(isa, '')}"
+    options = _OPTIONS.get(machine, {}).get(isa, "").split()
     longest = [_HERE / each for each in _LONGEST]
     others = sorted({*_HERE.glob("*.c"), layout} - {*longest, chooser})
-    return [(path, own if path.name.startswith("kernels_") else shared) for path in (*longest, *others)]
+    return [(path, " ".join((shared, *filter(partial(_affects, path.name), options)))) for path in (*longest, *others)]
+
+
+def _affects(file: str, option: str) -> bool:
+    """Whether an option for an instruction set changes what a file is compiled to."""
+    return file.startswith("kernels_") and all(file in files for word, files in _USED_BY.items() if word in option)
 
 
 def _run(*command: str) -> None:
