@@ -51,7 +51,7 @@ def type_of(each: Declared) -> Any:
         return SecretStr | None
     if setting.is_secret:
         return Annotated[tuple[SecretStr, ...], BeforeValidator(_split_keys)]
-    if setting.unit in ("TOKENS", "N") and int in (each.type, *get_args(each.type)):
+    if setting.unit in ("TOKENS", "N", "PORT") and int in (each.type, *get_args(each.type)):
         count: Any = Annotated[each.type, BeforeValidator(_count)]
         return Annotated[count, BeforeValidator(_none_if_auto)] if setting.is_auto else count
     if setting.is_auto:
@@ -110,6 +110,8 @@ def _split_keys(value: object) -> object:
 
 def _count(value: object) -> object:
     """Return a number written as vLLM takes it: 32k is 32,000, 32K is 32,768, and so on with m, g and t."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("int_type", "it must be a whole number")
     found = _COUNT.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return value
@@ -121,7 +123,8 @@ def _read_json(value: object) -> object:
     """Return the object of a JSON setting."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+        json.dumps(found, allow_nan=False)  # YAML has dates, too
+    except (TypeError, ValueError) as error:
         raise PydanticCustomError("not_json", "it is not JSON") from error
     if found is not None and not isinstance(found, dict):
         raise PydanticCustomError("not_object", "it must be a JSON object")

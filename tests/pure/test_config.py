@@ -223,6 +223,23 @@ def test_an_empty_path_or_name_is_refused(name: str, tmp_path: Path) -> None:
     assert load_settings(["--root-path", ""]).app_config("m", "m").root_path == ""
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("port: yes", "it must be a whole number"),
+        ("num-threads: true", "it must be a whole number"),
+        ("seed: 9999999999999999999999", "it must be at most"),
+        ("default-chat-template-kwargs: {day: 2020-01-01}", "it is not JSON"),
+        ("default-chat-template-kwargs: {a: .nan}", "it is not JSON"),
+        ("hf-overrides: {day: 2020-01-01}", "it is not JSON"),
+    ],
+)
+def test_what_yaml_reads_as_something_else_is_refused(line: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text(line + "\n")
+    assert sentence in fault("--config", str(file))
+
+
 def test_an_empty_key_among_those_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "first,")
     assert "a key is empty" in fault()
