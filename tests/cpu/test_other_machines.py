@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,19 @@ PROCESSORS = [
 ATTENDING = ("gemma3n", "gpt-oss", "deepseek_v3")
 MODELS = (*ATTENDING, "qwen3_5", "granitemoehybrid-mamba", "lfm2")
 FLOATS = {torch.float32: 2e-4, torch.bfloat16: 0.06}
-QUICK = (
-    *build._FLAGS,
-    "-Og",
-)  # a third of -O2's time for attention, for sums that are not fused; others keep what they have
+FUSED = "kernels_products.c"  # whose bits with integer formats are this machine's only if they are fused alike
 
 Machine = list[tuple[list[str], str]]  # the driver with a library, and the instruction set of each
+
+
+@contextmanager
+def quick_flags(apart: str) -> Iterator[pytest.MonkeyPatch]:
+    """Compile all but one file with -Og: in half the time, for sums that are not fused."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-Og"))
+        patch.setattr(build, "_QUICK_FILES", (apart,))
+        patch.setattr(build, "source_digest", build.source_digest.__wrapped__)
+        yield patch
 
 
 def programs(tools: Sequence[str], processor: str, folder: Path, names: Sequence[str]) -> list[list[str]]:
@@ -55,11 +63,8 @@ def programs(tools: Sequence[str], processor: str, folder: Path, names: Sequence
     if compiler is None or qemu is None:
         pytest.skip(f"needs {tools[0]} and {tools[1]} (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user)")
     driver = folder / f"replay-{tools[0]}"
-    with pytest.MonkeyPatch.context() as patch:
-        if tools is ARM:
-            patch.setattr(build, "_FLAGS", QUICK)
-            patch.setattr(build, "source_digest", build.source_digest.__wrapped__)
-        machine = "aarch64" if tools is ARM else "x86_64"
+    machine = "aarch64" if tools is ARM else "x86_64"
+    with quick_flags(FUSED) if tools is ARM else nullcontext():
         libraries = build.compile_libraries(compiler, names, machine=machine)
     build._run(compiler, "-o", str(driver), str(DRIVER))
     return [[qemu, *tools[2:], "-cpu", processor, str(driver), str(library)] for library in libraries]
@@ -73,10 +78,8 @@ def vnni_of_avx512(folder: Path) -> list[str]:
     if Isa.AVXVNNI in build.machine_isas():
         pytest.skip("this machine has AVX-VNNI itself, with which the other tests run")
     options = f"{build._AVX2} -mavx512vnni -mavx512vl -DREGISTER_BYTES=32"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", QUICK)
+    with quick_flags(FUSED) as patch:
         patch.setattr(build, "_OPTIONS", {"x86_64": {"avxvnni": options}})
-        patch.setattr(build, "source_digest", build.source_digest.__wrapped__)
         [library] = build.compile_libraries(compiler, ["avxvnni"])
     build._run(compiler, "-o", str(folder / "replay"), str(DRIVER))
     return [str(folder / "replay"), str(library)]
@@ -192,9 +195,7 @@ def least_isas() -> list[str]:
 def portable_libraries(
     isas: Sequence[str], compiler: str | None = None, machine: str = platform.machine()
 ) -> list[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", QUICK)
-        patch.setattr(build, "source_digest", build.source_digest.__wrapped__)
+    with quick_flags("kernels_rows.c"):  # which take twice as long with -Og, in vectors wider than registers
         names = [isa + build.PORTABLE_BITS for isa in isas]
         return build.compile_libraries(compiler or build.find_compiler() or "cc", names, machine=machine)
 
