@@ -98,10 +98,9 @@ class LLM(VectorMethods):
         _check_limits(max_logprobs, limit_mm_per_prompt)
         check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
-        source = find_model(model)
         if model is None:
-            check_embedded(source.path)
-        config = engine_config(source.path, {"lora_modules": adapters_of(lora_modules), **engine})
+            check_embedded(find_model(model).path)
+        config = engine_config(find_model(model).path, {"lora_modules": adapters_of(lora_modules), **engine})
         check_model(config, has_tokenizer=tokenizer is not None)
         from engine.startup.build import build_engine  # torch, seconds
 
@@ -128,8 +127,8 @@ class LLM(VectorMethods):
                 from engine.llm.pictures import Pictures  # and transformers' part for images
                 from engine.text.images.preprocessor import ImagePreprocessor
 
-                wishes = mm_processor_kwargs, limit_mm_per_prompt, config.mmproj
-                if (preprocessor := ImagePreprocessor.of(Path(config.model), text, *wishes)) is not None:
+                wishes = Path(config.model), text, mm_processor_kwargs, limit_mm_per_prompt, config.mmproj
+                if (preprocessor := ImagePreprocessor.of(*wishes)) is not None:
                     self._pictures = Pictures(preprocessor, allowed_local_media_path)
             undo.pop_all()
         self._engine, self._tokenizer, self._has_vocabulary = built, text, False  # the engine has none for grammars
