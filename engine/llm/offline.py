@@ -95,12 +95,11 @@ class LLM(VectorMethods):
         **engine: Any,
     ) -> None:
         check_sampling_source(generation_config, override_generation_config)
-        _check_limits(max_logprobs, limit_mm_per_prompt)
-        check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
-        check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
+        _check(max_logprobs, limit_mm_per_prompt, tool_call_parser, reasoning_parser)
+        source = find_model(model)
         if model is None:
-            check_embedded(find_model(model).path)
-        config = engine_config(find_model(model).path, {"lora_modules": adapters_of(lora_modules), **engine})
+            check_embedded(source.path)
+        config = engine_config(source.path, {"lora_modules": adapters_of(lora_modules), **engine})
         check_model(config, has_tokenizer=tokenizer is not None)
         from engine.startup.build import build_engine  # torch, seconds
 
@@ -127,8 +126,8 @@ class LLM(VectorMethods):
                 from engine.llm.pictures import Pictures  # and transformers' part for images
                 from engine.text.images.preprocessor import ImagePreprocessor
 
-                wishes = Path(config.model), text, mm_processor_kwargs, limit_mm_per_prompt, config.mmproj
-                if (preprocessor := ImagePreprocessor.of(*wishes)) is not None:
+                wishes = mm_processor_kwargs, limit_mm_per_prompt, config.mmproj
+                if (preprocessor := ImagePreprocessor.of(Path(config.model), text, *wishes)) is not None:
                     self._pictures = Pictures(preprocessor, allowed_local_media_path)
             undo.pop_all()
         self._engine, self._tokenizer, self._has_vocabulary = built, text, False  # the engine has none for grammars
@@ -401,10 +400,13 @@ class LLM(VectorMethods):
             del started[event.request_id]
 
 
-def _check_limits(max_logprobs: int, images: Mapping[str, Any] | None) -> None:
+def _check(max_logprobs: int, images: Mapping[str, Any] | None, tool_calls: str, reasoning: str) -> None:
+    """Raise ConfigError for arguments that no setting of the engine checks."""
     most_images(images)
     if max_logprobs < 0:
         raise ConfigError(f"max_logprobs is {max_logprobs}; it must be at least 0.")
+    check_choice("tool_call_parser", tool_calls, TOOL_FORMATS)
+    check_choice("reasoning_parser", reasoning, (*REASONING_TAGS, *CHANNEL_NAMES))
 
 
 def _end(engine: EngineHandle, tokenizer: TextTokenizer, pictures: Pictures | None) -> None:

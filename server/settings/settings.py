@@ -72,7 +72,7 @@ def type_of(each: Declared) -> Any:
 
 
 def _given(value: object) -> object:
-    """Return a value that is not empty. As a path, an empty one is the current folder, which nobody has named."""
+    """Return a value that is not empty. An empty path would be the current folder."""
     if value == "" or (isinstance(value, list) and "" in value):
         raise PydanticCustomError("empty", "give a value, or leave the setting out")
     return value
