@@ -30,7 +30,6 @@ from engine.system.calls import T, on_thread
 if TYPE_CHECKING:
     from engine.handover import Handover
 
-
 _MAX_PULLS = 8  # at a time; each holds a piece of a parcel
 
 

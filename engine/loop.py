@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire.engine")
 
-
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _GROWTH = 1.05  # of what a step of decodes is thought to take, at most, from one to the next
 _LITTLE = 1.2  # times what a step was planned to take: it goes on so long before it is cut

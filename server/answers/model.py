@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
 
-
 _RENDERING = ThreadPoolExecutor(1, "quire-rendering")  # waits for the process that renders chat templates
 
 

@@ -1,7 +1,7 @@
 """The page at `/`: a playground and a live view, static files of server/page/.
 
-The files are read once, when their route is made, and only they are served: no path of a client reaches the file system. They are open
-without a key; the page asks for one and sends it like any other client.
+The files are read once, when their route is made, and only they are served: no path of a client reaches the file system.
+They are open without a key; the page asks for one and sends it like any other client.
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ class Rotaries:
         """`ropes` are of each layer; None: it has no positions."""
         distinct = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in distinct]
-        self.of_layers = [
-            -1 if rope is None else distinct.index(rope) for rope in ropes
-        ]  # as the native library has it
+        # The index of each layer's, or -1, as the native library has it.
+        self.of_layers = [-1 if rope is None else distinct.index(rope) for rope in ropes]
 
     @property
     def frequencies(self) -> list[Frequencies]:
