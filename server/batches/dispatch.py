@@ -39,6 +39,11 @@ class Reply(NamedTuple):
     body: bytes
     ignored_fields: tuple[str, ...] = ()
 
+    @property
+    def error_code(self) -> str:
+        """Return the code of an error."""
+        return str(from_json(self.body)["error"]["code"])
+
 
 class Dispatcher:
     """Asks an application. Cancelling `ask` ends the request in the engine."""

@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from engine.core.errors import shorten
+from engine.core.errors import ConfigError, shorten
 from server.answers.models import Models
 from server.batches.dispatch import Dispatcher, answered, unanswered, write_files
 from server.batches.folder import DataFolder
@@ -129,8 +129,8 @@ class BatchWorker:
                 await self._finish(batch, end)
             else:
                 next_s = min(next_s, batch.expires_at - now, poll_s)
-        # As many lines run as the engines have slots, so that they fill them while those are otherwise idle.
-        room = sum(engine.config.max_num_seqs for engine in self._models.engines) - len(self._running)
+        # As many lines run as the engines have slots, so that they fill them while those are otherwise idle; one loads its model.
+        room = (sum(engine.config.max_num_seqs for engine in self._models.engines) or 1) - len(self._running)
         if not self._running:
             self._watch(PATIENCE_S)
         if room > 0 and not self._models.is_dead and not self._is_stopping:
@@ -218,7 +218,7 @@ class BatchWorker:
             logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
             return unanswered(line, "input_lost", INPUT_LOST)
         reply = await dispatcher.ask(line.endpoint, document, account)
-        if reply.status in NOT_NOW:
+        if reply.status in NOT_NOW and reply.error_code != "model_failed":  # which may last, and hold up other lines
             await asyncio.sleep(RETRY_S)
             raise _NotNowError
         return None if reply.status >= 500 and self._models.is_dead else answered(line, reply)
@@ -343,8 +343,12 @@ class BatchService:
         """Raises ConfigError for a --data-dir that cannot be used."""
         assert config.data_dir is not None
         self.folder = DataFolder(config.data_dir)
-        store = Store(self.folder.database)
-        self.folder.sweep(store.file_ids())
+        try:
+            store = Store(self.folder.database)
+            self.folder.sweep(store.file_ids())
+        except (OSError, sqlite3.Error) as error:
+            message = f"--data-dir is {str(config.data_dir)!r}, whose files cannot be used: {error}. Give another folder."
+            raise ConfigError(message) from error
         self.store = StoreThread(store)
         self.worker = BatchWorker(self.store, self.folder, bodies, models, config.max_body_bytes)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -237,6 +238,33 @@ def test_an_operator_loads_and_unloads() -> None:
         assert client.get("/health").status_code == 200
         assert client.post("/v1/models/other/unload").status_code == 404
         assert world.ask("a").status_code == 503
+
+
+def test_a_batch_loads_its_models_and_one_that_fails_holds_up_no_other(tmp_path: Path) -> None:
+    def start_batch(client: httpx.Client, models: str) -> str:
+        body = {"prompt": "hi|", "max_tokens": 9}
+        lines = [
+            {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": {"model": model, **body}}
+            for i, model in enumerate(models)
+        ]
+        file = {"file": ("in.jsonl", "\n".join(map(json.dumps, lines)))}
+        file_id = client.post("/v1/files", files=file, data={"purpose": "batch"}).json()["id"]
+        asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        return str(client.post("/v1/batches", json=asked).json()["id"])
+
+    def counts(client: httpx.Client, batch_id: str) -> dict[str, Any]:
+        eventually(lambda: client.get(f"/v1/batches/{batch_id}").json()["status"] == "completed")
+        return dict(client.get(f"/v1/batches/{batch_id}").json()["request_counts"])
+
+    world = World(keep=("a",), data_dir=tmp_path)
+    world.gate.close()
+    with world.serving() as client:
+        left = start_batch(client, "aab")
+    world = World(data_dir=tmp_path)
+    with world.serving() as client:  # without a model that is loaded, and nobody asks for one
+        assert counts(client, left) == {"total": 3, "completed": 3, "failed": 0}
+        world.broken = ModelLoadError("the file is short")
+        assert counts(client, start_batch(client, "c" * 40 + "a")) == {"total": 41, "completed": 1, "failed": 40}
 
 
 def test_a_stop_ends_a_load() -> None:
