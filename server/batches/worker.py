@@ -347,7 +347,7 @@ class BatchService:
             store = Store(self.folder.database)
             self.folder.sweep(store.file_ids())
         except (OSError, sqlite3.Error) as error:
-            message = f"--data-dir is {str(config.data_dir)!r}, whose files cannot be used: {error}. Give another folder."
+            message = f"--data-dir is {str(config.data_dir)!r}, whose files cannot be used ({error}); give another."
             raise ConfigError(message) from error
         self.store = StoreThread(store)
         self.worker = BatchWorker(self.store, self.folder, bodies, models, config.max_body_bytes)

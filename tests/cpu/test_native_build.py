@@ -154,6 +154,13 @@ def test_a_compiler_that_fails_leaves_nothing(
     assert log.read_text() == calls
 
 
+def test_a_library_that_cannot_be_loaded_is_reported(compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:
+    compiler(WRITES_ITS_OUTPUT)
+    assert build.machine_isas.__wrapped__() == ()
+    assert library._open(build.Isa.PORTABLE, False, lambda *_: None) is None
+    assert caplog.text.count("The CPU kernels are not used") == 2
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "source_digest", lambda machine: "0123456789abcdef")
     monkeypatch.setattr(build.shutil, "which", lambda _: None)

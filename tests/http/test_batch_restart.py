@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import pytest
 from harness import eventually
 from test_cli import outcome, quire, ready
 
@@ -88,9 +89,11 @@ def test_a_folder_has_one_daemon(tmp_path: Path) -> None:
     assert "which another daemon uses" in told
 
 
-def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with quire("serve", "--data-dir", str(tmp_path / "file/data")) as process:
+@pytest.mark.parametrize("name", ["data", "data/batches.sqlite", "data/files/folder/file"])
+def test_a_folder_that_cannot_be_used(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("no database" * 100)
+    with quire("serve", "--data-dir", str(tmp_path / "data")) as process:
         status, told = outcome(process)
     assert status == 2
     assert "--data-dir is" in told

@@ -143,10 +143,12 @@ def installed_library(name: str) -> Path | None:
 def machine_isas() -> tuple[Isa, ...]:
     """Return what the machine can run and the compiler knows, the fastest last; none without any library."""
     chooser = find_library(CHOOSER)
-    with suppress(OSError):  # a folder from which nothing may be loaded
+    try:
         if chooser is not None:
             rank = ctypes.CDLL(str(chooser)).quire_isa_rank
             return tuple(sorted(filter(rank, Isa), key=rank))
+    except OSError as error:  # such as a folder from which nothing may be loaded
+        _log.warning("The CPU kernels are not used: %s", error)
     return ()
 
 
@@ -252,6 +254,8 @@ def compile_libraries(
         for name, units in missing.items():
             linked = Path(scratch, name)
             _run(compiler, "-shared", "-o", str(linked), *(objects[unit] for unit in units), "-lm")
+            with linked.open("rb") as file:
+                os.fsync(file.fileno())  # else a loss of power leaves the name of an empty file
             linked.replace(made[name])
     return list(made.values())
 

@@ -342,7 +342,7 @@ def _open(isa: Isa, is_portable: bool, on_compiled: OnCompiled) -> Library | Non
     try:
         library = Library(str(path), isa, is_portable=is_portable)
     except (OSError, AttributeError) as error:
-        _log.debug("no native kernels from %s: %s", path, error)
+        _log.warning("The CPU kernels are not used: %s", error)
         return None
     for weight_format, least_rows in enumerate(tile_facts().get(processor_name(), ()) if isa is Isa.AMX else ()):
         library.use_tiles(weight_format, least_rows)
