@@ -216,7 +216,9 @@ class Detokenizer:
             if not self._decode().startswith(REPLACEMENT):
                 break  # else the window begins within a character; one of these sizes does not
         self._num_settled = len(self._window)
-        self._known = len(self._decode().rstrip(REPLACEMENT))  # a prompt may end within a character
+        text, raw = self._decode(), b"".join(map(tokenizer.token_bytes, self._window[-MAX_BYTES:]))
+        # A prompt may end within a character, or with this one.
+        self._known = len(text if raw.endswith(REPLACEMENT.encode()) else text.rstrip(REPLACEMENT))
 
     def push(self, token_id: int) -> str:
         """Return the text that this id completes; empty while a character is incomplete."""

@@ -25,6 +25,9 @@ class Pieces:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return b"".join(self.pieces[token_id] for token_id in token_ids).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id]
+
 
 class Library:
     """One of `tokenizers`' own, which knows special tokens."""
@@ -34,6 +37,9 @@ class Library:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes.fromhex(token[3:5]) if (token := SENTENCEPIECE[token_id]).startswith("<0x") else token.encode()
 
 
 def cut(data: bytes, points: Sequence[int]) -> list[bytes]:
@@ -60,6 +66,14 @@ def test_any_split_gives_the_text_and_never_half_a_character(text: str, points: 
     prompt = b"".join(pieces[:num_prompt]).decode(errors="ignore")
     assert prompt + "".join(shown) + stream.flush() == text
     assert "\ufffd" not in "".join(shown)
+
+
+@given(st.lists(st.sampled_from("a\ufffdé"), max_size=6), st.integers(0, 6))
+def test_a_prompt_with_the_replacement_character_keeps_it_to_itself(letters: list[str], num_prompt: int) -> None:
+    pieces = [letter.encode() for letter in letters]
+    stream = Detokenizer(Pieces(pieces), range(num_prompt)[: len(pieces)], skip_special_tokens=True)
+    answer = "".join(stream.push(token_id) for token_id in range(num_prompt, len(pieces)))
+    assert answer + stream.flush() == "".join(letters[num_prompt:])
 
 
 @given(TEXTS, st.integers(0, 200), st.lists(st.integers(0, 200), max_size=60))
