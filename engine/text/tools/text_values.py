@@ -78,16 +78,20 @@ def type_name(value: Any) -> str:
 def json_of(text: str, types: frozenset[str]) -> str:
     """Return a text as JSON: of the first type that allows it, else any JSON, else a string.
 
-    Types other than string are tried first. If string is the only type, the text is a string.
+    Types other than string are tried first. If string is the only type, the text is a string. If it is one of them, a
+    text that means another number than it spells stays a string: 007, or 1 for true.
     """
     stripped = text.strip()
     if types != STRING:
-        readers = [reader for kind, reader in _READERS.items() if kind in types]
+        readers = {kind: reader for kind, reader in _READERS.items() if kind in types}
         if "string" not in types:
-            readers.append(_any)
-        found = next((value for reader in readers if (value := reader(stripped)) is not None), None)
-        if found is not None:
-            return found
+            readers["any"] = _any
+        for kind, reader in readers.items():
+            found = reader(stripped)
+            if found is not None and (
+                "string" not in types or kind not in _SPELLED or found.lower() == stripped.lower()
+            ):
+                return found
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -133,6 +137,7 @@ _READERS: Mapping[str, Callable[[str], str | None]] = {
     "object": partial(_container, "{"),
     "array": partial(_container, "["),
 }
+_SPELLED = frozenset({"integer", "number", "boolean"})
 
 
 def _loaded(text: str) -> Any:
