@@ -138,6 +138,10 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
             "messages",
             "unsupported_parameter",
         ),
+        *[
+            ({"messages": [{"role": "assistant", name: value}]}, f"messages.0.{name}", "unsupported_parameter")
+            for name, value in (("function_call", {"name": "f"}), ("refusal", "no"), ("audio", {"id": "a"}))
+        ],
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "invalid_type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "invalid_value"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content", "invalid_value"),

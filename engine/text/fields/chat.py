@@ -75,7 +75,12 @@ _as_content = partial(join_parts, kinds={"text": "text"}, param="messages", imag
 class Message(RequestBody):
     """One turn of a conversation; other fields are for the chat template to read."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {"images": Refused(([],), "send images in parts of content")}
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {  # templates would pass over what was said there
+        "images": Refused(([],), "send images in parts of content"),
+        "function_call": Refused((), "send tool_calls"),
+        "refusal": Refused(("",), "send its text as content"),
+        "audio": Refused((), "send its transcript as content"),
+    }
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
         description="Who speaks: system, developer, user, assistant or tool."
