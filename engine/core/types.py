@@ -171,6 +171,22 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
+    def edits_tokens(self) -> bool:
+        """Return whether logits of single tokens are edited before a draw."""
+        return bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
+
+    @property
+    def reads_text(self) -> bool:
+        """Return whether draws depend on more of the text than its last token."""
+        return self.is_penalized or bool(self.bad_words) or self.grammar is not None
+
+    @property
+    def draws_plainly(self) -> bool:
+        """Return whether all draws need only logits, temperature, filters and noise, and nothing but the draws is wanted."""
+        asks_more = self.logprobs is not None or self.prompt_logprobs is not None or self.beam is not None
+        return not (asks_more or self.min_tokens or self.adapter or self.reads_text or self.edits_tokens)
+
+    @property
     def num_sequences(self) -> int:
         """Return how many sequences run concurrently."""
         return self.n if self.beam is None else self.beam.width
@@ -191,6 +207,7 @@ class PoolingParams:
     grammar: ClassVar[GrammarKey | None] = None
     beam: ClassVar[BeamParams | None] = None
     rules_out_tokens: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = False
     eos_token_ids: ClassVar[frozenset[int]] = frozenset()
     stop_token_ids: ClassVar[frozenset[int]] = frozenset()
 

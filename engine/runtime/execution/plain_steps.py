@@ -20,7 +20,6 @@ from engine.runtime.native.library import DRAW, Draw, Library, ScaledLogits, Ste
 from engine.runtime.pool.batch import RowTables
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.sampling.draw import Wish, pack_draw
-from engine.runtime.sampling.sampler import draws_plainly
 
 NOT_FINITE = Fault(
     "The model's output for this request is not a finite number; try another dtype, such as bfloat16 or float32."
@@ -82,7 +81,7 @@ class PlainSteps:
         """Take in rows that begin."""
         for row in rows:
             slot, params = row.slot, row.params
-            if not isinstance(params, SamplingParams) or not draws_plainly(params) or row.spans:
+            if not isinstance(params, SamplingParams) or not params.draws_plainly or row.spans:
                 self._others.add(slot)
                 continue
             self._others.discard(slot)

@@ -48,7 +48,7 @@ from engine.runtime.native.decoder import Streams, Vectors
 from engine.runtime.pool.batch import ALONE, BatchBuilder, Changes, Packet, Ranks, RowTables, scored_portions
 from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.pool.kv_cache import KVCache
-from engine.runtime.sampling.sampler import Logprobs, Sampled, Sampler, gather_logprobs, is_plain, reads_text
+from engine.runtime.sampling.sampler import Logprobs, Sampled, Sampler, gather_logprobs, is_plain
 from engine.runtime.speculation.drafter import Drafter, fold, with_drafts
 from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.runtime.stores.host import HostPool
@@ -404,7 +404,7 @@ class ModelRunner:
         """
         while self._launched and self._launched[0].is_over:
             self._launched.popleft()
-        if len(self._launched) > 1 and any(reads_text(piece.params) for piece in slices):
+        if len(self._launched) > 1 and any(piece.params.reads_text for piece in slices):
             for step in list(self._launched)[:-1]:
                 step.wait()
 

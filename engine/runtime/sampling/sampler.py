@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.step import Resources, Sample, SequenceSlice
-from engine.core.types import Grammar, Params, PoolingParams, SamplingParams, TokenLogprob
+from engine.core.types import Grammar, SamplingParams, TokenLogprob
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints, apply_masks, pack_mask
 from engine.runtime.sampling.draw import Wish, draw
@@ -299,19 +299,6 @@ def _rows(slices: Iterable[SequenceSlice]) -> list[_Row]:
     ]
 
 
-def reads_text(params: Params) -> bool:
-    """Return whether draws depend on more of the text than its last token."""
-    if isinstance(params, PoolingParams):
-        return False
-    return params.is_penalized or bool(params.bad_words) or params.grammar is not None
-
-
-def draws_plainly(params: SamplingParams) -> bool:
-    """Return whether all draws need only logits, temperature, filters and noise, and nothing but the draws is wanted."""
-    asks_more = params.logprobs is not None or params.prompt_logprobs is not None or params.beam is not None
-    return not (asks_more or params.min_tokens or params.adapter or reads_text(params) or _edits_tokens(params))
-
-
 def is_plain(piece: SequenceSlice) -> bool:
     """Return whether a draw needs only logits, temperature, filters and noise."""
     params = piece.params
@@ -321,11 +308,7 @@ def is_plain(piece: SequenceSlice) -> bool:
 
 def _is_edited(piece: SequenceSlice) -> bool:
     """Return whether logits of single tokens may change before the draw."""
-    return _edits_tokens(piece.sampling) or piece.sampling.is_penalized or bool(_too_early(piece))
-
-
-def _edits_tokens(params: SamplingParams) -> bool:
-    return bool(params.logit_bias or params.bad_words) or params.allowed_token_ids is not None
+    return piece.sampling.edits_tokens or piece.sampling.is_penalized or bool(_too_early(piece))
 
 
 def _constrained(row: _Row, grammar: Grammar) -> Constrained:
