@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.runtime.native.library import Library
-from engine.runtime.sampling.draw import Wish, _draw_in_torch, _draw_natively
+from engine.runtime.sampling.draw import _draw_in_torch, _draw_natively
+from engine.runtime.sampling.wish import Wish
 
 FILTERS = [
     {},

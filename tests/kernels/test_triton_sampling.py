@@ -17,8 +17,9 @@ from engine.core.types import SamplingParams
 from engine.runtime.cuda import sampling, sampling_filter
 from engine.runtime.cuda.sampling import IN_PROMPT, Penalties, sample
 from engine.runtime.cuda.sampling_row import Draws, exact_noise, fast_noise
-from engine.runtime.sampling.draw import Wish, _draw_in_torch
+from engine.runtime.sampling.draw import _draw_in_torch
 from engine.runtime.sampling.sampler import Penalized, apply_penalties
+from engine.runtime.sampling.wish import Wish
 from engine.runtime.transfer import Drawn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -19,7 +19,7 @@ from engine.runtime.native.decoder import PagedLayer, PagedState, PagedStep
 from engine.runtime.native.library import DRAW, Draw, Library, ScaledLogits, StepArgs, StepGroup, native
 from engine.runtime.pool.batch import RowTables
 from engine.runtime.pool.kv_cache import KVCache
-from engine.runtime.sampling.draw import Wish, pack_draw
+from engine.runtime.sampling.wish import Wish, pack_draw
 
 NOT_FINITE = Fault(
     "The model's output for this request is not a finite number; try another dtype, such as bfloat16 or float32."

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.runtime.cuda.available import uses_triton
-from engine.runtime.native.library import DRAW, Library, SampleArgs, native
+from engine.runtime.native.library import Library, SampleArgs, native
+from engine.runtime.sampling.wish import SEED_MASK, Wish, lowest_score, pack_draw
 from engine.runtime.transfer import Drawn, to_device
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.sampling import Penalties  # imports Triton, which a CPU-only machine may lack
 
-SEED_MASK = (1 << 64) - 1
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
@@ -81,18 +81,6 @@ def as_signed(number: int, num_bits: int) -> int:
 _NUM_SETTLED = 8  # candidates that float32 cannot separate
 
 
-class Wish(NamedTuple):
-    """How to draw one row; temperature 0 is greedy, top_k 0 / top_p 1 / min_p 0: all."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    position: int
-    slot: int = 0
-
-
 def draw(
     logits: Tensor, wishes: Sequence[Wish], penalties: Penalties | None = None, last_ids: Tensor | None = None
 ) -> Drawn:
@@ -137,18 +125,6 @@ def _draw_in_triton(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties
     )
     is_ranking = any(0 < wish.top_k < vocab_size or wish.top_p < 1 for wish in wishes)
     return sample(logits, draws, penalties, is_drawing=any(temperatures), is_ranking=is_ranking)
-
-
-def pack_draw(wish: Wish, vocab_size: int) -> bytes:
-    """Return how a row is drawn as the library reads it."""
-    temperature, top_k, top_p, min_p, seed, position, slot = wish
-    top_k = top_k if top_k < vocab_size else 0
-    return DRAW.pack(top_p, temperature, lowest_score(min_p), top_k, seed & SEED_MASK, position, slot)
-
-
-def lowest_score(min_p: float) -> float:
-    """Return the lowest score that min_p keeps, relative to the best."""
-    return math.log(min_p) if min_p > 0 else -math.inf
 
 
 def _draw_in_torch(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:

@@ -26,7 +26,8 @@ from engine.core.step import Resources, Sample, SequenceSlice
 from engine.core.types import Grammar, SamplingParams, TokenLogprob
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints, apply_masks, pack_mask
-from engine.runtime.sampling.draw import Wish, draw
+from engine.runtime.sampling.draw import draw
+from engine.runtime.sampling.wish import Wish
 from engine.runtime.transfer import Drawn, to_device
 
 if TYPE_CHECKING:
