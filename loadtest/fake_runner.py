@@ -21,9 +21,10 @@ from typing import Any
 
 from engine.core.config import SchedulerConfig
 from engine.core.kv.tiers import Transfer
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.spans import Span, divided
 from engine.core.stats import TransferKind
-from engine.core.step import Drafted, Fault, PendingStep, Rows, SequenceSlice, StepPlan, StepResult, count_agreeing
+from engine.core.step import Drafted, Fault, PendingStep, StepPlan, StepResult, count_agreeing
 from engine.core.types import TokenLogprob
 
 

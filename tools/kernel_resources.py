@@ -31,7 +31,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.core.step import Sample, SequenceSlice
+from engine.core.rows import SequenceSlice
+from engine.core.step import Sample
 from engine.core.types import SamplingParams
 from engine.runtime.activation import Activation, Clamp
 from engine.runtime.attention.backend import Batch

@@ -31,9 +31,10 @@ from zlib import crc32
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Stats
-from engine.core.step import Rows, SequenceSlice, StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, PoolingParams, Request, SamplingParams, StepEvents, TokenEvent
 from engine.system.version import VERSION
 

@@ -15,8 +15,9 @@ import torch
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.page_table import blocks_for
+from engine.core.rows import Rows
 from engine.core.scheduling.drafts import lower_hull
-from engine.core.step import Rows, StepPlan, plan_prompts
+from engine.core.step import StepPlan, plan_prompts
 from engine.core.types import Progress, ReportProgress, SamplingParams
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.runner import ModelRunner, warm_up_plan

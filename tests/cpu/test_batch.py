@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import RowStart, Sample, SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import RowStart, Sample, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.attention.backend import Batch
 from engine.runtime.pool.batch import BatchBuilder, RowTables

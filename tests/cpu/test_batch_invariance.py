@@ -14,9 +14,10 @@ from test_attention import empty_pools, make_batch, make_tables
 from transformers import LlamaConfig
 
 from engine.core.budget import Costs, Load, StepTime
+from engine.core.rows import Rows
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
-from engine.core.step import Rows, StepPlan
+from engine.core.step import StepPlan
 from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.execution.plain_steps import PlainStep, PlainSteps
 from engine.runtime.kv_layout import AttentionSpec

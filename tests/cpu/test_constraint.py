@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.core.rows import SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause
-from engine.core.step import SequenceSlice
 from engine.core.types import FinishReason, Matcher, SamplingParams
 from engine.runtime.sampling.constraint import Constrained, Constraints, apply_masks
 from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serve, settings

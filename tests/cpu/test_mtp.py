@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from engine.core.config import DraftCosts
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import Rows, SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.runtime.execution.plain_steps import PlainSteps
 from engine.runtime.execution.runner import warm_up_plan
 from engine.runtime.models.decoder import Decoder

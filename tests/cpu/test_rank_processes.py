@@ -26,7 +26,8 @@ from hypothesis.stateful import initialize
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, QuireError
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import StepPlan
 from engine.core.types import FinishReason, TokenEvent
 from engine.loop import Engine
 from engine.ranks import executor, worker

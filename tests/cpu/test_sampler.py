@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from engine.core.step import Sample, SequenceSlice
+from engine.core.rows import SequenceSlice
+from engine.core.step import Sample
 from engine.core.types import SamplingParams
 from engine.runtime.sampling.draw import gumbel_noise, make_key, to_keys
 from engine.runtime.sampling.sampler import Sampled, Sampler, _rows

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import Rows, SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.runner import warm_up_plan

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import Rows, RowStart, plan_prompts
+from engine.core.rows import Rows
+from engine.core.step import RowStart, plan_prompts
 from engine.core.types import SamplingParams
 from engine.runtime.attention.backend import Batch
 from engine.runtime.execution.decode_graphs import DecodeInputs

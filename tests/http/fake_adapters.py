@@ -9,7 +9,7 @@ from pathlib import Path
 from harness import END
 
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError
-from engine.core.step import SequenceSlice
+from engine.core.rows import SequenceSlice
 from loadtest.fake_runner import FakeRunner
 
 

@@ -15,7 +15,7 @@ import pytest
 from harness import APP, END, Gate, Live, byte_tokenizer, parts_of
 
 from engine.core.errors import ConfigError
-from engine.core.step import SequenceSlice
+from engine.core.rows import SequenceSlice
 from engine.text.chat.choice import Delta
 from engine.text.fields.chat import Conversation
 from engine.text.types import CallArguments, CallBegin, Content, Reasoning

@@ -17,9 +17,10 @@ import pytest
 from harness import CONFIG, Live, eventually
 
 from engine.core.errors import DeviceLostError, DeviceMemoryError
+from engine.core.rows import SequenceSlice
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.stats import FailureCause
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import AbortCause
 from loadtest.fake_runner import FakeStep
 from tests.patience import PATIENCE_S

@@ -19,9 +19,10 @@ from engine.core.errors import (
     InvalidRequestError,
     ShuttingDownError,
 )
+from engine.core.rows import SequenceSlice
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import PendingStep, SequenceSlice, StepPlan
+from engine.core.step import PendingStep, StepPlan
 from engine.core.types import Request
 from engine.handle import EngineFacts
 from engine.loop import Engine

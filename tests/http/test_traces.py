@@ -16,7 +16,7 @@ from harness import Live, eventually
 from otlp_receiver import Collector, Received, collecting
 
 from engine.core.errors import ConfigError
-from engine.core.step import SequenceSlice
+from engine.core.rows import SequenceSlice
 from server.settings.app_config import AppConfig
 from server.telemetry import otlp, tracing
 from server.telemetry.otlp_endpoint import find_endpoint

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.step import Sample, SequenceSlice
+from engine.core.rows import SequenceSlice
+from engine.core.step import Sample
 from engine.core.types import SamplingParams
 from engine.runtime.sampling import draw, sampler
 from engine.runtime.sampling.draw import _draw_in_torch

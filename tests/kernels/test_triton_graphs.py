@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import Rows, RowStart, Sample, SequenceSlice, StepPlan
+from engine.core.step import RowStart, Sample, StepPlan
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
 from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.core.rows import SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.runtime.cuda import available
 from engine.runtime.execution.decode_graphs import DecodeGraphs
 from engine.runtime.layers import layer

@@ -10,11 +10,12 @@ from dataclasses import fields
 from engine.core.config import SchedulerConfig, StoreSize
 from engine.core.kv.tiers import Transfer
 from engine.core.page_table import blocks_for
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.beams import BeamSearch, row_params
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
 from engine.core.spans import divided
-from engine.core.step import Rows, SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
 from engine.inbox import InboxMessage, Stop
 from engine.loop import Engine

@@ -22,8 +22,9 @@ from typing import Any
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import NeverFitsError
+from engine.core.rows import SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import AbortCause, BeamParams, EarlyStopping, Request, TokenEvent
 from loadtest.fake_runner import CostModel
 from tests.pure.driver import EOS, FAILS, Driver, config, request

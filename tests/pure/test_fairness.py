@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.queues.fair import INPUT_COST, MAX_IDLE_ACCOUNTS, OUTPUT_COST, YIELD_RATIO, FairQueue
+from engine.core.rows import SequenceSlice
 from engine.core.sequence import Account, Sequence
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import AbortCause, TokenEvent
 from tests.pure.driver import Driver, config, request
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.core.step import SequenceSlice
+from engine.core.rows import SequenceSlice
 from engine.runtime.cuda.sampling import IN_PROMPT, Penalties
 
 _ENTRIES = 256  # a program's

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import SequenceSlice
+from engine.core.rows import SequenceSlice
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.attention.backend import Batch
 from engine.runtime.cuda.sampling import sample

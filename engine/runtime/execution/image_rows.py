@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.core.rows import SequenceSlice
 from engine.core.spans import Span
-from engine.core.step import Resources, RowStart, SequenceSlice
+from engine.core.step import Resources, RowStart
 from engine.images import Image
 from engine.runtime.execution.pieces import Pieces
 from engine.runtime.native.decoder import Vectors

@@ -12,7 +12,8 @@ from ctypes import addressof, c_bool, c_int64, memmove
 from itertools import compress, count
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import Fault, PendingStep, Rows, RowStart, StepPlan, StepResult
+from engine.core.rows import Rows
+from engine.core.step import Fault, PendingStep, RowStart, StepPlan, StepResult
 from engine.core.types import SamplingParams
 from engine.runtime.models.causal_lm import CausalLM, Described
 from engine.runtime.native.decoder import PagedLayer, PagedState, PagedStep

@@ -25,19 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.stats import FailureCause
-from engine.core.step import (
-    Fault,
-    Pairs,
-    PendingStep,
-    Resources,
-    Rows,
-    RowStart,
-    SequenceSlice,
-    StepPlan,
-    StepResult,
-    plan_prompts,
-)
+from engine.core.step import Fault, Pairs, PendingStep, Resources, RowStart, StepPlan, StepResult, plan_prompts
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.backend import Batch
 from engine.runtime.execution.plain_steps import NOT_FINITE, plain_steps

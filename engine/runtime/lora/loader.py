@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.core.errors import AdapterLoadError
-from engine.core.step import SequenceSlice
+from engine.core.rows import SequenceSlice
 from engine.core.types import Adapter
 from engine.hub.files import LORA_WEIGHTS
 from engine.runtime.layers.parts import AdaptedMatrix, Target

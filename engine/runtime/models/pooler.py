@@ -18,7 +18,8 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
-from engine.core.step import POOLED_UNIT, SequenceSlice
+from engine.core.rows import SequenceSlice
+from engine.core.step import POOLED_UNIT
 from engine.files.hf_config import HFConfig
 from engine.files.vector_files import VectorSettings
 from engine.runtime.layers.model_config import ModelConfig

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import Pairs, SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import Pairs, StepPlan
 from engine.core.types import PoolingParams
 from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import StepStates

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.step import SequenceSlice
+from engine.core.rows import SequenceSlice
 from engine.core.types import Grammar, Matcher
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.transfer import to_device

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.step import Resources, Sample, SequenceSlice
+from engine.core.rows import SequenceSlice
+from engine.core.step import Resources, Sample
 from engine.core.types import Grammar, SamplingParams, TokenLogprob
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints, apply_masks, pack_mask

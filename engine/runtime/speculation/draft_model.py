@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import StepPlan
 from engine.runtime.attention.backend import AttentionBackend
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.pool.batch import BatchBuilder, RowTables

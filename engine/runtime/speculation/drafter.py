@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
+from engine.core.rows import SequenceSlice
+from engine.core.step import Drafted, Fault, StepPlan, StepResult, count_agreeing
 from engine.runtime.pool.batch import RowTables
 
 

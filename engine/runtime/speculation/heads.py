@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import StepPlan
 from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.parts import LayerStates

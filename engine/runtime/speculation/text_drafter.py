@@ -15,7 +15,8 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import StepPlan
 
 Ids = NDArray[np.int32]
 _END = -1  # behind each answer; no token has this id
