@@ -31,10 +31,11 @@ from engine.runtime.native.library import GroupError, choose_kernels, native
 from engine.runtime.parallel.cpu_groups import open_group
 from engine.runtime.parallel.group import Group, least
 from engine.runtime.parallel.ring import RingReader
-from engine.runtime.pool.batch import DecodeRows, Packet, PacketBuffers, RowTables, scored_portions
+from engine.runtime.pool.batch import DecodeRows, Packet, PacketBuffers, scored_portions
 from engine.runtime.pool.groups import regroup
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.pool_size import resolve_kv_dtype
+from engine.runtime.pool.row_tables import RowTables
 from engine.settings.engine_config import EngineConfig
 from engine.system.numa import stay_on_node
 

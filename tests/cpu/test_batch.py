@@ -9,7 +9,8 @@ from engine.core.rows import SequenceSlice
 from engine.core.step import RowStart, Sample, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.attention.backend import Batch
-from engine.runtime.pool.batch import BatchBuilder, RowTables
+from engine.runtime.pool.batch import BatchBuilder
+from engine.runtime.pool.row_tables import RowTables
 from tests.cpu.model_driver import CPU, settings
 
 PARAMS = SamplingParams(max_tokens=1)

@@ -35,7 +35,8 @@ from engine.runtime.execution.packet import Kind, RankMessage, Step, decode, enc
 from engine.runtime.native.library import GroupError
 from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
-from engine.runtime.pool.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers, RowTables
+from engine.runtime.pool.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
+from engine.runtime.pool.row_tables import RowTables
 from engine.settings.engine_config import EngineConfig
 from loadtest.fake_runner import FakeStep
 from tests.cpu import ranks

@@ -24,9 +24,9 @@ from engine.runtime.execution.runner import warm_up_plan
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
-from engine.runtime.pool.batch import RowTables
 from engine.runtime.pool.groups import TILE_KEYS
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.row_tables import RowTables
 from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.drafter import Drafter, KnownPositions
 from engine.runtime.speculation.text_drafter import TextDrafter, continuation

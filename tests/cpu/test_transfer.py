@@ -17,7 +17,8 @@ from engine.core.step import RowStart, plan_prompts
 from engine.core.types import SamplingParams
 from engine.runtime.attention.backend import Batch
 from engine.runtime.execution.decode_graphs import DecodeInputs
-from engine.runtime.pool.batch import BatchBuilder, RowTables
+from engine.runtime.pool.batch import BatchBuilder
+from engine.runtime.pool.row_tables import RowTables
 from engine.runtime.transfer import Staging, to_device
 
 ROOT = Path(__file__).parents[2]

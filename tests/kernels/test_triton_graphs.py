@@ -30,7 +30,8 @@ from engine.runtime.execution.decode_graphs import (
 )
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.pool import groups
-from engine.runtime.pool.batch import Changes, DecodeRows, RowTables
+from engine.runtime.pool.batch import DecodeRows
+from engine.runtime.pool.row_tables import Changes, RowTables
 from engine.runtime.sampling import sampler
 from engine.runtime.sampling.sampler import Sampler, is_plain
 from engine.runtime.transfer import Drawn

@@ -39,8 +39,9 @@ from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.kv_layout import StateTensors
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.parallel.group import SINGLE, Group
-from engine.runtime.pool.batch import Changes, DecodeRows, RowTables
+from engine.runtime.pool.batch import DecodeRows
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.row_tables import Changes, RowTables
 from engine.runtime.sampling.draw import as_signed
 from engine.runtime.sampling.wish import lowest_score
 from engine.runtime.transfer import Staging, to_device

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.config import SchedulerConfig
-from engine.runtime.pool.batch import NO_CHANGES, Changes, DecodeRows, Packet
+from engine.runtime.pool.batch import DecodeRows, Packet
+from engine.runtime.pool.row_tables import NO_CHANGES, Changes
 
 _NUM_HEADS = 9
 # What a forward pass depends on; the rest is the scheduler's.

@@ -18,8 +18,8 @@ from engine.core.types import SamplingParams
 from engine.runtime.models.causal_lm import CausalLM, Described
 from engine.runtime.native.decoder import PagedLayer, PagedState, PagedStep
 from engine.runtime.native.library import DRAW, Draw, Library, ScaledLogits, StepArgs, StepGroup, native
-from engine.runtime.pool.batch import RowTables
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.row_tables import RowTables
 from engine.runtime.sampling.wish import Wish, pack_draw
 
 NOT_FINITE = Fault(

@@ -35,9 +35,10 @@ from engine.runtime.lora.loader import group_rows
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.pooler import Pooled, Pooler, pool
 from engine.runtime.native.decoder import Streams, Vectors
-from engine.runtime.pool.batch import ALONE, BatchBuilder, Changes, Packet, Ranks, RowTables, scored_portions
+from engine.runtime.pool.batch import ALONE, BatchBuilder, Packet, Ranks, scored_portions
 from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.row_tables import Changes, RowTables
 from engine.runtime.sampling.sampler import Logprobs, Sampled, Sampler, gather_logprobs, is_plain
 from engine.runtime.speculation.drafter import Drafter, fold, with_drafts
 from engine.runtime.speculation.heads import Head, HeadDrafter

@@ -21,8 +21,9 @@ from engine.core.rows import SequenceSlice
 from engine.core.step import StepPlan
 from engine.runtime.attention.backend import AttentionBackend
 from engine.runtime.models.causal_lm import CausalLM
-from engine.runtime.pool.batch import BatchBuilder, RowTables
+from engine.runtime.pool.batch import BatchBuilder
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.row_tables import RowTables
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
 from engine.runtime.speculation.drafter import KnownPositions, draft_by_depth

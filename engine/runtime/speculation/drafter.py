@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
 from engine.core.step import Drafted, Fault, StepPlan, StepResult, count_agreeing
-from engine.runtime.pool.batch import RowTables
+from engine.runtime.pool.row_tables import RowTables
 
 
 class KnownPositions:

@@ -39,8 +39,9 @@ from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.parts import LayerStates
 from engine.runtime.native.decoder import Streams
-from engine.runtime.pool.batch import BatchBuilder, RowTables
+from engine.runtime.pool.batch import BatchBuilder
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.row_tables import RowTables
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
 from engine.runtime.speculation.drafter import KnownPositions, draft_by_depth
