@@ -42,7 +42,8 @@ from engine.runtime.execution.device_memory import (
     measure_memory,
     other_steps,
 )
-from engine.runtime.execution.runner import ModelRunner, warm_up_plan
+from engine.runtime.execution.runner import ModelRunner
+from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.guard import GuardedRunner, guard_cuda
 from engine.runtime.kv_layout import AttentionSpec, StateSpec, attends
 from engine.runtime.lora.loader import LoraLoader

@@ -20,7 +20,8 @@ from engine.core.scheduling.drafts import lower_hull
 from engine.core.step import StepPlan, plan_prompts
 from engine.core.types import Progress, ReportProgress, SamplingParams
 from engine.runtime.attention.table import load_backend
-from engine.runtime.execution.runner import ModelRunner, warm_up_plan
+from engine.runtime.execution.runner import ModelRunner
+from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.kv_layout import attends
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp, resolve_dtype

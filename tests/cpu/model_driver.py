@@ -14,7 +14,8 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Name, StepPlan
 from engine.core.types import Adapter, GrammarKey, PoolingParams, Request, SamplingParams, TokenEvent
 from engine.runtime.attention.table import load_backend
-from engine.runtime.execution.runner import ModelRunner, ModelStep
+from engine.runtime.execution.model_step import ModelStep
+from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.models.causal_lm import CausalLM

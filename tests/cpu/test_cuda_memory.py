@@ -25,7 +25,8 @@ from engine.runtime.execution.device_memory import (
     full_steps,
     measure_memory,
 )
-from engine.runtime.execution.runner import ModelRunner, warm_up_plan
+from engine.runtime.execution.runner import ModelRunner
+from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.guard import guard_cuda, to_fault
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import _Parts, _pool_budget, _warm_up_cuda

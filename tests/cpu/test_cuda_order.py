@@ -22,7 +22,7 @@ from engine.core.stats import PreemptionKind
 from engine.core.types import BeamParams, Request
 from engine.runtime.attention.table import load_backend
 from engine.runtime.cuda import available
-from engine.runtime.execution.runner import warm_up_plan
+from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.models.load import load_model
 from engine.runtime.pool.kv_cache import KVCache

@@ -22,7 +22,7 @@ from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.runtime.execution.plain_steps import PlainSteps
-from engine.runtime.execution.runner import warm_up_plan
+from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_mtp
 from engine.runtime.speculation import heads

@@ -9,7 +9,7 @@ import torch
 
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import FinishReason
-from engine.runtime.execution.runner import warm_up_plan
+from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.pool.batch import Ranks
 from engine.runtime.pool.kv_cache import KVCache
 from tests.cpu.dense_attention import DenseAttention

@@ -20,7 +20,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
 from engine.runtime.attention.table import load_backend
-from engine.runtime.execution.runner import warm_up_plan
+from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native

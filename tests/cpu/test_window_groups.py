@@ -21,7 +21,7 @@ from engine.core.stats import PreemptionKind
 from engine.core.step import StepPlan
 from engine.core.types import Request
 from engine.files.hf_config import HFConfig
-from engine.runtime.execution.runner import ModelStep
+from engine.runtime.execution.model_step import ModelStep
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.model_config import HeadsConfig, ModelConfig
 from engine.runtime.models import families

@@ -17,7 +17,8 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import MemoryBudgetError
 from engine.core.step import StepPlan, plan_prompts
 from engine.core.types import SamplingParams
-from engine.runtime.execution.runner import ModelRunner, synthetic_row, warm_up_plan
+from engine.runtime.execution.runner import ModelRunner
+from engine.runtime.execution.synthetic import synthetic_row, warm_up_plan
 
 _GIB = 1 << 30
 _SEGMENT = 2 << 20  # torch reserves large tensors in multiples of this

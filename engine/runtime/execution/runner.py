@@ -3,9 +3,8 @@
     blocks moved -> batch -> forward -> prompt log probabilities, pooled states -> LM head of the sampled rows ->
     sampler -> host
 
-Only rows that are sampled or scored go through the LM head. On a GPU nothing waits before `wait`: results travel to
-pinned memory behind an event, and drawn ids stay on the device in `last_ids[slot]` for the step that needs them.
-Engine thread.
+Only rows that are sampled or scored go through the LM head. Drawn ids stay on the device, in `last_ids[slot]`, for the step
+that needs them. Engine thread.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,11 +25,12 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.rows import Rows, SequenceSlice
-from engine.core.stats import FailureCause
-from engine.core.step import Fault, Pairs, PendingStep, Resources, RowStart, StepPlan, StepResult, plan_prompts
-from engine.core.types import Progress, SamplingParams, TokenLogprob
+from engine.core.step import Pairs, PendingStep, Resources, StepPlan
+from engine.core.types import Progress
 from engine.runtime.attention.backend import Batch
-from engine.runtime.execution.plain_steps import NOT_FINITE, plain_steps
+from engine.runtime.execution.model_step import Computed, ModelStep, Scores
+from engine.runtime.execution.plain_steps import plain_steps
+from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.lora.loader import group_rows
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.pooler import Pooled, Pooler, pool
@@ -39,8 +39,8 @@ from engine.runtime.pool.batch import ALONE, BatchBuilder, Packet, Ranks, scored
 from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.row_tables import Changes, RowTables
-from engine.runtime.sampling.sampler import Logprobs, Sampled, Sampler, gather_logprobs, is_plain
-from engine.runtime.speculation.drafter import Drafter, fold, with_drafts
+from engine.runtime.sampling.sampler import Sampled, Sampler, gather_logprobs, is_plain
+from engine.runtime.speculation.drafter import Drafter, with_drafts
 from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.runtime.stores.host import HostPool
 from engine.runtime.transfer import Drawn, to_device
@@ -49,122 +49,6 @@ if TYPE_CHECKING:
     from engine.runtime.execution.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
     from engine.runtime.execution.image_rows import Embed, ImageRows, ImageVectors  # of models with a tower alone
     from engine.runtime.execution.pieces import StepInPieces  # of models that attend both ways
-
-_RULED_OUT = Fault(
-    "allowed_token_ids, bad_words and the other constraints of this answer leave no token to continue with; allow more.",
-    FailureCause.RULED_OUT,
-)
-
-
-class _Scores(NamedTuple):
-    """Log probabilities of one slice's prompt tokens, in chunks."""
-
-    slice_index: int
-    num_top: int
-    chunks: list[Logprobs]
-
-
-class _Computed(NamedTuple):
-    """What a step has computed."""
-
-    sampled: Sampled | None = None
-    scores: Sequence[_Scores] = ()
-    pooled: Pooled | None = None
-
-    def to_host(self) -> _Computed:
-        """Return copies in pinned memory, complete when the stream reaches them."""
-        sampled, pooled = self.sampled, self.pooled
-        if sampled is not None:
-            logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
-            sampled = sampled._replace(
-                ids=_pinned(sampled.ids), is_finite=_pinned(sampled.is_finite), logprobs=logprobs
-            )
-        if pooled is not None:
-            pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
-        return _Computed(
-            sampled, [each._replace(chunks=[_to_host(chunk) for chunk in each.chunks]) for each in self.scores], pooled
-        )
-
-
-class ModelStep(PendingStep):
-    """A launched step; its tensors are on their way to the host."""
-
-    def __init__(
-        self,
-        slices: Sequence[SequenceSlice],
-        computed: _Computed,
-        learn: Callable[[Sequence[SequenceSlice], StepResult], None],
-        event: torch.cuda.Event | None,
-        ranks: Ranks,
-    ) -> None:
-        self._ranks = ranks
-        self._owners = [
-            index
-            for index, piece in enumerate(slices)
-            for _ in (range(len(piece.samples) + len(piece.drafts)) if piece.drafts else piece.samples)
-        ]
-        self._slices, self._learn = slices, learn
-        self._has_drafts = any(piece.drafts for piece in slices)
-        self._result: StepResult | None = None
-        self.is_over = False  # the host has waited for it
-        self._sampled, self._scores, self._pooled = computed
-        rows = () if self._sampled is None else self._sampled.logprob_rows
-        self._num_top = {row: slices[self._owners[row]].params.logprobs or 0 for row in rows}
-        self._event = event
-        if self._sampled is not None and self._sampled.constrained is not None:
-            self._sampled.constrained.read = self._ids
-
-    def _ids(self) -> list[int]:
-        """Return the drawn ids; waits until they are on the host."""
-        assert self._sampled is not None
-        if self._event is not None:
-            self._ranks.await_event(self._event)
-        return self._sampled.ids.tolist()
-
-    def wait(self) -> StepResult:
-        self.is_over = True
-        if self._result is None:
-            self._result = self._read()
-            self._learn(self._slices, self._result)
-        return self._result
-
-    def _read(self) -> StepResult:
-        if self._event is not None:
-            self._ranks.await_event(self._event)
-        result = StepResult(token_ids=[])
-        faults: dict[int, Fault] = {}  # by row
-        if self._sampled is not None:
-            result.token_ids = self._sampled.ids.tolist()
-            is_finite = self._sampled.is_finite.tolist()
-            if self._sampled.constrained is not None:
-                outcome = self._sampled.constrained.settle()
-                result.ended = outcome.ended
-                faults = {
-                    row: Fault(
-                        f"This answer's grammar could not be applied any further: {error}.", FailureCause.GRAMMAR
-                    )
-                    for row, error in outcome.errors.items()
-                }
-            for row in [row for row, good in enumerate(is_finite) if not good]:
-                ruled_out = self._slices[self._owners[row]].params.rules_out_tokens
-                faults[row] = _RULED_OUT if ruled_out else NOT_FINITE
-            if self._sampled.logprobs is not None:
-                entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
-                result.logprobs = dict(zip(self._num_top, entries, strict=True))
-        errors = {} if self._has_drafts else {self._owners[row]: fault for row, fault in faults.items()}
-        prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
-        for scores in self._scores:
-            entries = [
-                entry for chunk in scores.chunks for entry in chunk.to_types([scores.num_top] * len(chunk.chosen))
-            ]
-            prompt_logprobs[scores.slice_index] = entries
-            if any(entry.logprob != entry.logprob for entry in entries):
-                errors[scores.slice_index] = NOT_FINITE
-        if self._pooled is not None:
-            result.pooled, void = self._pooled.to_types()
-            errors |= dict.fromkeys(void, NOT_FINITE)
-        result.prompt_logprobs, result.errors = prompt_logprobs, errors
-        return fold(result, faults, self._slices) if self._has_drafts else result
 
 
 class ModelRunner:
@@ -321,9 +205,9 @@ class ModelRunner:
             slices = self._draft(self._drafter, plan, slices)
         self._await_text(slices)
         if not slices:
-            computed = _Computed()
+            computed = Computed()
         elif self._graphs is not None and not plan.replays and self._is_recorded(self._graphs, slices):
-            computed = _Computed(self._replay(self._graphs, slices, changes))
+            computed = Computed(self._replay(self._graphs, slices, changes))
         else:
             computed = self._compute(batches, slices, changes, plan.replays, draws=plan.num_samples > 0)
         event = None
@@ -346,7 +230,7 @@ class ModelRunner:
 
     def _compute(
         self, batches: BatchBuilder, slices: Sequence[SequenceSlice], changes: Changes, replays: Pairs, *, draws: bool
-    ) -> _Computed:
+    ) -> Computed:
         """Launch a step kernel by kernel; `draws` says whether any row is drawn from."""
         packet = batches.prepare(slices, changes, replays)
         self._ranks.send(packet, draws=draws)
@@ -377,7 +261,7 @@ class ModelRunner:
         if heads is not None:
             states = hidden if streams is None else streams.out.flatten(1)
             heads.observe(slices, batch, states, None if sampled is None else sampled.ids)
-        return _Computed(sampled, scores, pooled)
+        return Computed(sampled, scores, pooled)
 
     def _pool(self, slices: Sequence[SequenceSlice], packet: Packet, hidden: Tensor) -> Pooled | None:
         return pool(slices, [*accumulate(packet.query_lens[:-1], initial=0)], hidden, self.pooler)
@@ -455,7 +339,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _score(self, slices: Sequence[SequenceSlice], packet: Packet, hidden: Tensor) -> list[_Scores]:
+    def _score(self, slices: Sequence[SequenceSlice], packet: Packet, hidden: Tensor) -> list[Scores]:
         """Score the prompt tokens after the positions of slices that ask for it."""
         asked = [(index, piece) for index, piece in enumerate(slices) if piece.prompt_logprobs >= 0]
         scores = []
@@ -469,38 +353,5 @@ class ModelRunner:
                 gather_logprobs(self._model.logits(portion), ids, num_top)
                 for portion, ids in zip(portions, chosen, strict=True)
             ]
-            scores.append(_Scores(index, num_top, chunks))
+            scores.append(Scores(index, num_top, chunks))
         return scores
-
-
-def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> StepPlan:
-    """Return a step of synthetic prompts that all draw; it writes to the first blocks."""
-    rows, block = [], 0
-    params = SamplingParams(max_tokens=1, top_p=0.9)
-    for slot in range(num_seqs):
-        length = num_tokens // num_seqs + (slot < num_tokens % num_seqs)
-        num_blocks = -(-length // config.block_size)
-        table = [(block + i) % config.num_blocks for i in range(num_blocks)]
-        block += num_blocks
-        rows.append(synthetic_row(config, slot, length, table, params))
-    return plan_prompts(rows, [len(row.ids) for row in rows], config.state_blocks)
-
-
-def synthetic_row(
-    config: SchedulerConfig, slot: int, length: int, table: Sequence[int], params: SamplingParams
-) -> RowStart:
-    """Return a row with a prompt of zeros, of which nothing was computed.
-
-    All groups of layers have the same table: they overwrite each other's blocks.
-    """
-    return RowStart(slot, -1 - slot, length, params, 0, (0,) * length, (tuple(table),) * config.num_groups)
-
-
-def _to_host(logprobs: Logprobs) -> Logprobs:
-    return Logprobs(*map(_pinned, logprobs))
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    """Return a copy in pinned memory, complete when the stream reaches it."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

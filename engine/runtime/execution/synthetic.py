@@ -1,0 +1,32 @@
+"""Steps of prompts that nobody sent, which try a device and measure it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.core.config import SchedulerConfig
+from engine.core.step import RowStart, StepPlan, plan_prompts
+from engine.core.types import SamplingParams
+
+
+def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> StepPlan:
+    """Return a step of synthetic prompts that all draw; it writes to the first blocks."""
+    rows, block = [], 0
+    params = SamplingParams(max_tokens=1, top_p=0.9)
+    for slot in range(num_seqs):
+        length = num_tokens // num_seqs + (slot < num_tokens % num_seqs)
+        num_blocks = -(-length // config.block_size)
+        table = [(block + i) % config.num_blocks for i in range(num_blocks)]
+        block += num_blocks
+        rows.append(synthetic_row(config, slot, length, table, params))
+    return plan_prompts(rows, [len(row.ids) for row in rows], config.state_blocks)
+
+
+def synthetic_row(
+    config: SchedulerConfig, slot: int, length: int, table: Sequence[int], params: SamplingParams
+) -> RowStart:
+    """Return a row with a prompt of zeros, of which nothing was computed.
+
+    All groups of layers have the same table: they overwrite each other's blocks.
+    """
+    return RowStart(slot, -1 - slot, length, params, 0, (0,) * length, (tuple(table),) * config.num_groups)
