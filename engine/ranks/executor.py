@@ -29,7 +29,8 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, ModelLoadError, QuireError
 from engine.ranks.worker import Start
 from engine.runtime.execution.packet import Kind, Step, encode
-from engine.runtime.native.library import GroupError, native
+from engine.runtime.native.functions import GroupError
+from engine.runtime.native.library import native
 from engine.runtime.parallel.cpu_groups import open_group
 from engine.runtime.parallel.group import SINGLE, Group, least
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory

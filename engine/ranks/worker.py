@@ -27,7 +27,8 @@ from engine.runtime.execution.device_memory import free_share, hold_to_share
 from engine.runtime.execution.packet import Kind, RankMessage, Step, decode
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model, resolve_dtype
-from engine.runtime.native.library import GroupError, choose_kernels, native
+from engine.runtime.native.functions import GroupError
+from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.parallel.cpu_groups import open_group
 from engine.runtime.parallel.group import Group, least
 from engine.runtime.parallel.ring import RingReader

@@ -15,7 +15,8 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import RecurrentSpec, StepStates
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
-from engine.runtime.native.library import GroupError, native
+from engine.runtime.native.functions import GroupError
+from engine.runtime.native.library import native
 from engine.runtime.parallel.cpu_groups import GlooGroup, SharedMemoryGroup
 from engine.runtime.parallel.group import SINGLE, Group, least
 from engine.runtime.pool.groups import one_group

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.core.errors import ConfigError
-from engine.runtime.native.library import GroupError
+from engine.runtime.native.functions import GroupError
 from engine.runtime.parallel import cpu_groups as groups
 from engine.runtime.parallel import nccl
 from tests.cpu import ranks

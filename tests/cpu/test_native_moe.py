@@ -15,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from engine.files.gguf_kinds import Kind
-from engine.runtime.native.decoder import Mixture
 from engine.runtime.native.library import Library, LinearArgs, RouterArgs
+from engine.runtime.native.mixture import Mixture
 from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.rows import StoredRows
 from tests.cpu.gguf_rows import floats_of, random_rows

@@ -32,7 +32,7 @@ from engine.core.types import FinishReason, TokenEvent
 from engine.loop import Engine
 from engine.ranks import executor, worker
 from engine.runtime.execution.packet import Kind, RankMessage, Step, decode, encode
-from engine.runtime.native.library import GroupError
+from engine.runtime.native.functions import GroupError
 from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
 from engine.runtime.pool.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers

@@ -9,8 +9,8 @@ from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerAttention, Maker, adapted
 from engine.runtime.layers.shards import Plan, colwise, rowwise
-from engine.runtime.native.decoder import describe_part, scores_args
 from engine.runtime.native.library import PartArgs
+from engine.runtime.native.parts import describe_part, scores_args
 
 _PLAN: Plan = {"v_proj": colwise("heads"), "o_proj": rowwise("heads")}
 

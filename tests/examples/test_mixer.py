@@ -22,8 +22,8 @@ from engine.runtime.models import families  # noqa: E402
 from engine.runtime.models.decoder import Decoder  # noqa: E402
 from engine.runtime.models.load import load_model  # noqa: E402
 from engine.runtime.native import build  # noqa: E402
-from engine.runtime.native.decoder import PagedStep  # noqa: E402
 from engine.runtime.native.library import native  # noqa: E402
+from engine.runtime.native.parts import PagedStep  # noqa: E402
 from engine.settings.engine_config import EngineConfig  # noqa: E402
 from tests.cpu.dense_attention import DenseAttention  # noqa: E402
 from tests.cpu.model_driver import make_runner, request, serve, settings, solo_greedy  # noqa: E402

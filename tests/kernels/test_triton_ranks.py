@@ -27,7 +27,7 @@ from engine.runtime.execution import decode_graphs
 from engine.runtime.execution.decode_graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
 from engine.runtime.execution.packet import Kind, encode
 from engine.runtime.execution.runner import ModelRunner
-from engine.runtime.native.library import GroupError
+from engine.runtime.native.functions import GroupError
 from engine.runtime.parallel.ring import RingReader, RingWriter
 from engine.runtime.pool.kv_cache import KVCache
 from engine.settings.engine_config import EngineConfig

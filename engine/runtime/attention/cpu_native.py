@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.core.errors import ConfigError
 from engine.runtime.attention.backend import AttentionBackend, BackendCapabilities, Batch
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
-from engine.runtime.native.decoder import PagedLayer
 from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native
+from engine.runtime.native.parts import PagedLayer
 
 
 class CpuNativeAttention(AttentionBackend):

@@ -16,8 +16,8 @@ from engine.core.rows import Rows
 from engine.core.step import Fault, PendingStep, RowStart, StepPlan, StepResult
 from engine.core.types import SamplingParams
 from engine.runtime.models.causal_lm import CausalLM, Described
-from engine.runtime.native.decoder import PagedLayer, PagedState, PagedStep
 from engine.runtime.native.library import DRAW, Draw, Library, ScaledLogits, StepArgs, StepGroup, native
+from engine.runtime.native.parts import PagedLayer, PagedState, PagedStep
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.row_tables import RowTables
 from engine.runtime.sampling.wish import Wish, pack_draw

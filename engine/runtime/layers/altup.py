@@ -23,8 +23,8 @@ from engine.runtime.layers.mlp import MLP
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm, add_rms_norm
 from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerStates, Load, Maker, adapted
-from engine.runtime.native.decoder import describe_part, norm_args
 from engine.runtime.native.library import LayerArgs, LinearArgs, PartArgs
+from engine.runtime.native.parts import describe_part, norm_args
 from engine.runtime.native.structs import mirror, structure
 from engine.runtime.schemes.linear import Embedding, activate
 

@@ -15,8 +15,8 @@ from engine.runtime.layers.norms import FullNorm, HeadNorm
 from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerAttention, Maker, adapted, summed
 from engine.runtime.layers.rope import rotate
 from engine.runtime.layers.shards import Plan, colwise, rowwise
-from engine.runtime.native.decoder import describe_part, norm_args, scores_args
 from engine.runtime.native.library import PartArgs
+from engine.runtime.native.parts import describe_part, norm_args, scores_args
 from engine.runtime.native.structs import structure
 
 _BY_HEAD, _FULL = 1, 2  # norms of queries and keys, as in attention.c

@@ -25,8 +25,8 @@ from engine.runtime.layers.model_config import DeltaConfig, ModelConfig
 from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerStates, Load, Maker, adapted, summed
 from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state, recurrence_args
 from engine.runtime.layers.shards import Plan, colwise, rowwise
-from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import LinearArgs, PartArgs
+from engine.runtime.native.parts import describe_part
 from engine.runtime.native.structs import structure
 
 _EPS = 1e-6  # of unit queries and keys

@@ -23,9 +23,9 @@ from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerAttention, Maker, adapted, summed
 from engine.runtime.layers.rope import rotate
 from engine.runtime.layers.shards import Plan, colwise, rowwise
-from engine.runtime.native.decoder import describe_part, norm_args, scores_args
 from engine.runtime.native.library import LinearArgs, PartArgs
 from engine.runtime.native.ops import NativeHeads
+from engine.runtime.native.parts import describe_part, norm_args, scores_args
 from engine.runtime.native.structs import structure
 from engine.runtime.schemes.linear import HeadProducts, Matrix, Scheme
 

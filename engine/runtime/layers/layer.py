@@ -28,8 +28,8 @@ from engine.runtime.layers.parts import (
     Mixer,
     beside,
 )
-from engine.runtime.native.decoder import norm_args
 from engine.runtime.native.library import LayerArgs, PartArgs
+from engine.runtime.native.parts import norm_args
 
 MakeMixer = Callable[[ModelConfig, int, Maker, int], Mixer]  # settings, layer, tensors, number of states before its own
 MakeFeedForward = Callable[[ModelConfig, int, Maker], FeedForward]

@@ -21,8 +21,8 @@ from engine.runtime.layers.model_config import MambaConfig, ModelConfig
 from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerStates, Load, Maker, adapted, summed
 from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state, recurrence_args
 from engine.runtime.layers.shards import Plan, colwise, rowwise
-from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs
+from engine.runtime.native.parts import describe_part
 from engine.runtime.native.structs import structure
 
 _CHANNELS = ("mamba_values", "mamba_groups", "mamba_groups")

@@ -23,8 +23,9 @@ from engine.runtime.layers.model_config import ModelConfig, MoEConfig
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import LayerAdapters, Load, Maker
 from engine.runtime.layers.shards import Plan, colwise, rowwise
-from engine.runtime.native.decoder import Mixture, describe_part, norm_args
 from engine.runtime.native.library import LinearArgs, PartArgs, RouterArgs, native
+from engine.runtime.native.mixture import Mixture
+from engine.runtime.native.parts import describe_part, norm_args
 from engine.runtime.native.structs import structure
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.linear import Linear, Scheme, clamped_mul

@@ -8,8 +8,8 @@ from engine.runtime.activation import Activation
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.parts import AdaptedMatrix, LayerAdapters, Maker, adapted, summed
 from engine.runtime.layers.shards import Plan, colwise, rowwise
-from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs
+from engine.runtime.native.parts import describe_part
 
 _PLAN: Plan = {
     "gate_proj": colwise("width"),

@@ -24,9 +24,9 @@ from engine.runtime.activation import Activation
 from engine.runtime.attention.backend import Rotation
 from engine.runtime.kv_layout import DeviceState, StateSpec
 from engine.runtime.layers.shards import REPLICATED, Division, Plan, Shards
-from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import PartArgs
 from engine.runtime.native.ops import floats_of
+from engine.runtime.native.parts import PagedStep
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes.linear import Addend, Bundle, Embedding, Linear, Matrix, Scheme, stored_rows
 from engine.runtime.weights.checkpoint import Span, StoredTensor, cut

@@ -26,8 +26,8 @@ from engine.runtime.layers.parts import (
 )
 from engine.runtime.layers.recurrence import MOST_TAPS, behind_tail, sums, tail_after, tail_pieces, tokens_of
 from engine.runtime.layers.shards import Plan, colwise, rowwise
-from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs
+from engine.runtime.native.parts import describe_part
 from engine.runtime.native.structs import structure
 
 _PLAN: Plan = {

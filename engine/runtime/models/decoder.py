@@ -25,9 +25,10 @@ from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.lora.loader import AdapterRows, NativeAdapters, addends
 from engine.runtime.models.causal_lm import Described, ModelCapabilities
 from engine.runtime.models.pooler import Pooler
-from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors, describe_decoder, norm_args
+from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors, describe_decoder
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.native.ops import scale_logits
+from engine.runtime.native.parts import norm_args
 from engine.runtime.schemes.linear import Embedding, Linear, Scheme, ShardedEmbedding
 from engine.runtime.weights.expert_names import their_name
 

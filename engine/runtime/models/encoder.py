@@ -27,16 +27,9 @@ from engine.runtime.lora.loader import AdapterRows
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.models.encoder_families import EncoderConfig
 from engine.runtime.models.pooler import ACTIVATIONS, Pooler
-from engine.runtime.native.decoder import (
-    NativeDecoder,
-    Streams,
-    Vectors,
-    describe_decoder,
-    describe_part,
-    layer_norm_args,
-    scores_args,
-)
+from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors, describe_decoder
 from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, NormWeight
+from engine.runtime.native.parts import describe_part, layer_norm_args, scores_args
 from engine.runtime.schemes.linear import Embedding, Scheme
 
 _GATED = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}

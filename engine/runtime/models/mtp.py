@@ -22,8 +22,9 @@ from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import LayerStates, Maker
 from engine.runtime.layers.rope import Rotaries
 from engine.runtime.models.decoder import Decoder
-from engine.runtime.native.decoder import NativeDecoder, PagedStep, describe_decoder, norm_args
+from engine.runtime.native.decoder import NativeDecoder, describe_decoder
 from engine.runtime.native.library import DTYPES, PLAIN, DecoderArgs, LinearArgs
+from engine.runtime.native.parts import PagedStep, norm_args
 
 
 class MTPHead:

@@ -2,66 +2,29 @@
 
 This module builds descriptions: addresses of tensors that the decoder and the pool own. models/decoder.py does the same
 operations one by one in torch; it is the definition, and runs wherever the library cannot. Engine thread.
-
-Routing and all products of a mixture of experts are one call, too; layers/mixture.py is the definition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, addressof, c_int64
-from dataclasses import dataclass
+from ctypes import addressof, c_int64
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.native.library import (
-    DTYPES,
     AdaptersArgs,
-    AttendArgs,
     DecoderArgs,
     ForwardArgs,
     LayerArgs,
     Library,
     LinearArgs,
-    MixtureArgs,
-    MixtureCall,
     NormWeight,
-    PartArgs,
-    Pool,
     RotaryArgs,
-    RouterArgs,
-    ScoresArgs,
-    StoreArgs,
     native,
 )
-
-_LAYER, _LAYER_OF_STREAM = 1, 2  # as in quire_cpu.h
-
-
-@dataclass(frozen=True, slots=True)
-class PagedLayer:
-    """The part of the pool, and of the step, that the library needs for a layer's attention."""
-
-    pool: Pool
-    store: StoreArgs  # the same objects in every step, and for all layers of a group
-    attend: AttendArgs
-
-
-@dataclass(frozen=True, slots=True)
-class PagedState:
-    """The same for a layer with recurrent state."""
-
-    step: Structure  # StepStatesArgs, the same object in every step and for all layers
-    places: NDArray[np.int32]
-    drafts: Tensor
-
-
-PagedStep = Sequence[PagedLayer | PagedState]
+from engine.runtime.native.parts import PagedState, PagedStep
 
 
 class Streams(NamedTuple):
@@ -80,37 +43,6 @@ class Vectors(NamedTuple):
 
     rows: Tensor  # [V] int64
     values: Tensor  # [1 + D, V, hidden]: the embeddings, then what is added behind each of the first D layers
-
-
-def norm_args(weight: Tensor | None) -> NormWeight:
-    """Describe an RMSNorm, or that there is none."""
-    return NormWeight() if weight is None else NormWeight(weight.data_ptr(), DTYPES[weight.dtype])
-
-
-def layer_norm_args(weight: Tensor, bias: Tensor | None, *, is_of_stream: bool) -> NormWeight:
-    """Describe a LayerNorm, whose result may be the stream from then on."""
-    kind = _LAYER_OF_STREAM if is_of_stream else _LAYER
-    return NormWeight(weight.data_ptr(), DTYPES[weight.dtype], kind, None if bias is None else bias.data_ptr())
-
-
-def scores_args(spec: AttentionSpec) -> ScoresArgs:
-    """Describe how heads attend; C keeps the address of the sinks."""
-    assert spec.sinks is None or spec.sinks.dtype is torch.float32
-    sinks = None if spec.sinks is None else spec.sinks.data_ptr()
-    return ScoresArgs(sinks, spec.num_heads, spec.seen or 0, spec.scale, spec.softcap or 0.0, spec.is_causal)
-
-
-def describe_part(
-    kind: str, matrices: Sequence[LinearArgs | None] = (), args: Structure | None = None
-) -> PartArgs | None:
-    """Describe a part: its first matrix and its last, and what its kind needs beside, of which C keeps the address.
-
-    None without the library, or without one of the matrices.
-    """
-    library = native()
-    if library is None or any(matrix is None for matrix in matrices):
-        return None
-    return PartArgs(library.kind(kind), None if args is None else addressof(args), *matrices)
 
 
 class NativeDecoder:
@@ -214,67 +146,3 @@ def describe_decoder(
     description.embedding, description.embedding_format = embedding.packed, embedding.format
     description.norm = norm
     return NativeDecoder(library, description, known, rotaries, dtype, state_of)
-
-
-class Mixture:
-    """The description of a router and its experts."""
-
-    def __init__(
-        self,
-        library: Library,
-        router: RouterArgs,
-        gate_up: Sequence[LinearArgs],
-        down: Sequence[LinearArgs],
-        *,
-        correction: Tensor | None = None,
-        expert_scale: Tensor | None = None,
-        shared_gate: LinearArgs | None = None,
-        clamp: tuple[float, float] | None = None,
-    ) -> None:
-        """`router` has its numbers and its matrix set; an expert more than it has is shared, and may have a gate.
-
-        gate_up applies the activation, unless that is a clamp: gpt-oss's alpha and limit.
-        """
-        has_shared = len(gate_up) > router.num_experts
-        assert len(gate_up) == len(down) == router.num_experts + has_shared
-        assert router.num_chosen <= router.num_experts // router.num_groups * router.num_chosen_groups
-        description = MixtureArgs(router, has_shared=has_shared)
-        if shared_gate is not None:
-            description.shared_gate = shared_gate
-        if clamp is not None:
-            description.clamp_alpha, description.clamp_limit = clamp
-        if correction is not None:
-            description.router.correction = correction.data_ptr()
-        if expert_scale is not None:
-            description.router.expert_scale = expert_scale.data_ptr()
-        self._arrays = [(LinearArgs * len(linears))(*linears) for linears in (gate_up, down)]
-        description.gate_up, description.down = map(addressof, self._arrays)
-        description.gate_up_formats, description.down_formats = map(_formats, (gate_up, down))
-        self._library, self._description = library, description
-        self._correction, self._expert_scale = correction, expert_scale
-        self._dtype = next(dtype for dtype, code in DTYPES.items() if code == down[0].dtype)
-
-    def describe(self) -> PartArgs | None:
-        """Return the description of a part, valid while this object lives."""
-        return describe_part("mixture", args=self._description)
-
-    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        """Return the sum of the experts' results, float32 [T, hidden], of contiguous x and `routed` [T, hidden]."""
-        return self.explain(x, routed)[0]
-
-    def explain(self, x: Tensor, routed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum, and the experts [T, ranks] of each row with their weights, the shared one last."""
-        router = self._description.router
-        assert x.is_contiguous()
-        assert (x.dtype, x.shape[1]) == (self._dtype, router.gate.k)
-        y = torch.empty(x.shape, dtype=torch.float32)
-        ranks = router.num_chosen + self._description.has_shared
-        chosen, weights = torch.empty(len(x), ranks, dtype=torch.int32), torch.empty(len(x), ranks)
-        addresses = (addressof(self._description), *(tensor.data_ptr() for tensor in (x, y, chosen, weights)))
-        self._library.mixture(MixtureCall(*addresses, len(x), None if routed is None else routed.data_ptr()))
-        return y, chosen, weights
-
-
-def _formats(linears: Sequence[LinearArgs]) -> int:
-    """Return the formats of matrices as bits."""
-    return sum(1 << number for number in {linear.format for linear in linears})

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine.core.errors import ComputeError, ConfigError, ModelLoadError
+from engine.core.errors import ConfigError
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.build import (
     PORTABLE_BITS,
@@ -29,16 +29,13 @@ from engine.runtime.native.build import (
     tile_facts,
     why_no_kernels,
 )
+from engine.runtime.native.functions import checked, declare, entry
 from engine.runtime.native.packed_file import PackedFile
 from engine.runtime.native.packer import Packer
 from engine.runtime.native.structs import check_layout, mirror, structure
 from engine.system.host_limits import processor_name
 
 _log = logging.getLogger(__name__)
-
-
-class GroupError(RuntimeError):
-    """Another rank of the model did not take part in a call in time, or ended."""
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -194,36 +191,36 @@ class Library:
         self._functions = functions = ctypes.CDLL(path)
         self._kinds: dict[str, int] = {}
         check_layout(functions)
-        self._set_threads = _declare(functions.quire_set_threads, None, c_int32)
-        self._stay_aside = _declare(functions.quire_stay_aside, None, c_int32)
+        self._set_threads = declare(functions.quire_set_threads, None, c_int32)
+        self._stay_aside = declare(functions.quire_stay_aside, None, c_int32)
         # From how many rows on products of a weight format take tiles.
-        self.use_tiles = _declare(functions.quire_use_tiles, None, c_int32, c_int64)
-        self._pause = _declare(functions.quire_pause, None, POINTER(c_double), _PAUSE)
+        self.use_tiles = declare(functions.quire_use_tiles, None, c_int32, c_int64)
+        self._pause = declare(functions.quire_pause, None, POINTER(c_double), _PAUSE)
         # Keeps freed memory in the process from now on, up to 256 MiB, for the next step.
-        self.keep_memory = _declare(functions.quire_keep_memory, None)
+        self.keep_memory = declare(functions.quire_keep_memory, None)
         # The bytes of a packed matrix in a quantised format: format, rows, columns.
-        self.quant_bytes = _declare(functions.quire_quant_bytes, c_int64, c_int32, c_int64, c_int64)
-        self._low_dtype = _declare(functions.quire_low_dtype, c_int32, POINTER(LinearArgs))
-        self.store = _entry(functions.quire_store, StoreArgs)
-        self.attend = _entry(functions.quire_attend, AttendArgs)
-        self.gemm = _entry(functions.quire_gemm, GemmArgs)
-        self.gemm_heads = _entry(functions.quire_gemm_heads, HeadsArgs)
-        self.pack = _entry(functions.quire_pack, PackArgs)
-        self.dequantise = _entry(functions.quire_dequantise, DequantArgs)
-        self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
-        self.rope = _entry(functions.quire_rope, RopeArgs)
-        self.embed = _entry(functions.quire_embed, EmbedArgs)
-        self.forward = _entry(functions.quire_forward, ForwardArgs)
-        self.mixture = _entry(functions.quire_moe, MixtureCall)
-        self.scale_logits = _entry(functions.quire_scale_logits, ScaledLogits)
-        self.sample = _entry(functions.quire_sample, SampleArgs)
-        self.step = _entry(functions.quire_step, StepArgs)
+        self.quant_bytes = declare(functions.quire_quant_bytes, c_int64, c_int32, c_int64, c_int64)
+        self._low_dtype = declare(functions.quire_low_dtype, c_int32, POINTER(LinearArgs))
+        self.store = entry(functions.quire_store, StoreArgs)
+        self.attend = entry(functions.quire_attend, AttendArgs)
+        self.gemm = entry(functions.quire_gemm, GemmArgs)
+        self.gemm_heads = entry(functions.quire_gemm_heads, HeadsArgs)
+        self.pack = entry(functions.quire_pack, PackArgs)
+        self.dequantise = entry(functions.quire_dequantise, DequantArgs)
+        self.add_rms_norm = entry(functions.quire_add_rms_norm, NormArgs)
+        self.rope = entry(functions.quire_rope, RopeArgs)
+        self.embed = entry(functions.quire_embed, EmbedArgs)
+        self.forward = entry(functions.quire_forward, ForwardArgs)
+        self.mixture = entry(functions.quire_moe, MixtureCall)
+        self.scale_logits = entry(functions.quire_scale_logits, ScaledLogits)
+        self.sample = entry(functions.quire_sample, SampleArgs)
+        self.step = entry(functions.quire_step, StepArgs)
         ranks = POINTER(GroupArgs)
-        self.group_bytes = _declare(functions.quire_group_bytes, c_int64, c_int32)
-        self.group_abort = _declare(functions.quire_group_abort, None, ranks)
-        self.group_sum = _checked(functions.quire_group_sum, ranks, c_void_p, c_int64)
-        self.group_gather = _checked(functions.quire_group_gather, ranks, c_void_p, c_void_p, c_int64, c_int64, c_int64)
-        self.group_broadcast = _checked(functions.quire_group_broadcast, ranks, c_void_p, c_int64)
+        self.group_bytes = declare(functions.quire_group_bytes, c_int64, c_int32)
+        self.group_abort = declare(functions.quire_group_abort, None, ranks)
+        self.group_sum = checked(functions.quire_group_sum, ranks, c_void_p, c_int64)
+        self.group_gather = checked(functions.quire_group_gather, ranks, c_void_p, c_void_p, c_int64, c_int64, c_int64)
+        self.group_broadcast = checked(functions.quire_group_broadcast, ranks, c_void_p, c_int64)
         self.weights = Arena()
         self.packer = Packer()
         self.kept: PackedFile | None = None  # while a model is loaded that has one
@@ -262,35 +259,6 @@ class Library:
 
 
 _PAUSE = CFUNCTYPE(c_int32)
-
-
-def _declare(function: ctypes._NamedFuncPointer, result: Any, *arguments: Any) -> Callable[..., Any]:
-    function.restype, function.argtypes = result, arguments
-    return function
-
-
-def _entry(function: ctypes._NamedFuncPointer, args: type[Structure]) -> Callable[[Structure], None]:
-    return _checked(function, POINTER(args))  # by which ctypes passes a structure by reference
-
-
-def _checked(function: ctypes._NamedFuncPointer, *arguments: Any) -> Callable[..., None]:
-    _declare(function, c_int32, *arguments)
-    function.errcheck = _check  # type: ignore[assignment] # typeshed wants a result of the C type
-    return function
-
-
-_CANNOT_READ, _NO_GROUP = 4, 5  # as in quire_cpu.h
-
-
-def _check(status: int, *_: object) -> None:
-    if status == _CANNOT_READ:
-        raise ModelLoadError("A weight file became shorter or unreadable while it was being loaded; start again.")
-    if status == _NO_GROUP:
-        raise GroupError("A rank of the model did not take part in a step.")
-    if status != 0:
-        raise ComputeError("A native kernel found no memory for its scratch space; lower --max-num-batched-tokens.")
-
-
 _chosen: tuple[str, bool] = "auto", False
 _loaded: dict[tuple[Isa, bool], Library | None] = {}
 

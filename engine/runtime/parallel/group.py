@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.runtime.native.library import GroupError
+from engine.runtime.native.functions import GroupError
 
 
 class Group:

@@ -34,7 +34,7 @@ from engine.runtime.kv_layout import (
 )
 from engine.runtime.layers.model_config import narrow_latents
 from engine.runtime.layers.parts import FromProjected, LayerStates, RecurrentState
-from engine.runtime.native.decoder import PagedLayer, PagedState, PagedStep
+from engine.runtime.native.parts import PagedLayer, PagedState, PagedStep
 from engine.runtime.pool import pool_size
 from engine.runtime.pool.groups import NO_GROUP, LayerGroups, one_group
 from engine.runtime.stores import pinned

@@ -19,8 +19,8 @@ from engine.core.errors import ConfigError
 from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import CHUNK, LINE, DeviceState, RecurrentSpec, StateSpec, StateTensors, StepStates
 from engine.runtime.layers.parts import Slice
-from engine.runtime.native.decoder import PagedState
 from engine.runtime.native.library import StepStatesArgs
+from engine.runtime.native.parts import PagedState
 from engine.runtime.transfer import to_device
 
 _SHORT = 16  # most rows of a slice that kernels compute token by token: a chunk's products cost as much for a few rows
