@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.core.errors import shorten
+from engine.core.shown import shorten
 from loadtest.errors import LoadtestError
 
 _NAMES = {

@@ -10,7 +10,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from typing_extensions import ParamSpec
 
-from engine.core.errors import ConfigError, InvalidRequestError, QuireError, shorten
+from engine.core.errors import ConfigError, InvalidRequestError, QuireError
+from engine.core.shown import shorten
 from engine.llm.params import SamplingParams
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate

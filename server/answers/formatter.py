@@ -18,7 +18,7 @@ from engine.text.types import Content
 from server.answers.body import SamplingBody, StreamOptions
 from server.protocol.documents import ResponseBody, Usage
 from server.protocol.errors import ApiError
-from server.telemetry.events import AnswerMetrics, with_metrics
+from server.telemetry.answer_metrics import AnswerMetrics, with_metrics
 
 _NO_OPTIONS = StreamOptions()
 

@@ -23,7 +23,8 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from engine.core.errors import ModelLoadError, NotWantedError, QuireError, ShuttingDownError, shorten
+from engine.core.errors import ModelLoadError, NotWantedError, QuireError, ShuttingDownError
+from engine.core.shown import shorten
 from engine.handle import EngineHandle
 from engine.system.progress import human_bytes
 from engine.text.tokenizer import TextTokenizer

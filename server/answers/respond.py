@@ -40,15 +40,8 @@ from server.http.threads import run_slowly, unless_disconnected
 from server.protocol.documents import Usage
 from server.protocol.errors import STATE, ApiError, to_api_error
 from server.settings.app_config import AppConfig
-from server.telemetry.events import (
-    TAG_CHARS,
-    AnswerMetrics,
-    Listener,
-    RequestOpened,
-    RequestRecord,
-    server_timing,
-    with_metrics,
-)
+from server.telemetry.answer_metrics import AnswerMetrics, server_timing, with_metrics
+from server.telemetry.events import TAG_CHARS, Listener, RequestOpened, RequestRecord
 from server.telemetry.live import LiveView
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from engine.core.errors import shorten
+from engine.core.shown import shorten
 from server.protocol.errors import ApiError
 
 MAX_BYTES = 64 * 1024 * 1024

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.core.errors import InvalidRequestError, UnsupportedError
+from engine.core.shown import shorten
 from engine.text.chat_template import in_parts
 from engine.text.fields.body import Integer, RequestBody, or_text
 

@@ -16,7 +16,7 @@ from server.answers.formatter import ChunkMeta, frame
 from server.openai.translated import PieceWriter
 from server.protocol.documents import ResponseBody, Usage
 from server.protocol.errors import ApiError
-from server.telemetry.events import AnswerMetrics
+from server.telemetry.answer_metrics import AnswerMetrics
 
 # A block's type -> the type and the field of its deltas.
 _DELTAS = {

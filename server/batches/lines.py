@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from engine.core.errors import shorten
+from engine.core.shown import shorten
 from server.batches.objects import BatchLine, LineError
 from server.http.bodies import BodyReader
 from server.protocol.errors import ApiError, to_api_error

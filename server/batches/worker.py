@@ -25,7 +25,8 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from engine.core.errors import ConfigError, shorten
+from engine.core.errors import ConfigError
+from engine.core.shown import shorten
 from server.answers.models import Models
 from server.batches.dispatch import Dispatcher, answered, unanswered, write_files
 from server.batches.folder import DataFolder

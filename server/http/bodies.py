@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
-from engine.core.errors import shorten
+from engine.core.shown import shorten
 from engine.system.child_process import ChildCrashError, ChildError, ChildProcess, ChildTimeoutError
 from engine.system.similar import closest
 from engine.text.fields.body import RequestBody

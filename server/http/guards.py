@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.core.errors import shorten
+from engine.core.shown import shorten
 from server.http.middleware import state_of
 from server.protocol.errors import ApiError
 from server.settings.origins import NO_ORIGIN, Authority, is_loopback_name, is_same_origin, names_host, names_origin

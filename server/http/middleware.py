@@ -26,7 +26,8 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.core.errors import ShuttingDownError, printable, shorten
+from engine.core.errors import ShuttingDownError
+from engine.core.shown import printable, shorten
 from server.protocol.errors import STATE, ApiError, is_disk_full, to_api_error
 from server.telemetry.events import Caller, Event, HttpAnswered, Listener, RequestEnded, RequestRecord
 from server.telemetry.logs import LineBudget

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import FileResponse, Response
 
-from engine.core.errors import shorten
+from engine.core.shown import shorten
 from server.answers.parts import InConfig, InModel, InOwner
 from server.batches.dispatch import new_file_id
 from server.batches.folder import NewFile

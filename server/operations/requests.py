@@ -8,13 +8,14 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from engine.core.errors import shorten
+from engine.core.shown import shorten
 from engine.core.stats import SequenceView
 from server.answers.models import ModelParts, Models
 from server.answers.parts import InModels, InOwner, InRequestLog
 from server.http.threads import run_slowly
 from server.protocol.errors import ApiError, to_api_error
-from server.telemetry.events import TAG_CHARS, AnswerMetrics, HttpAnswered, Outcome, RequestRecord
+from server.telemetry.answer_metrics import AnswerMetrics
+from server.telemetry.events import TAG_CHARS, HttpAnswered, Outcome, RequestRecord
 from server.telemetry.live import QueuePosition
 from server.telemetry.prefix_ends import PrefixEnd
 from server.telemetry.prefix_words import in_words

@@ -38,9 +38,8 @@ from engine.core.errors import (
     QuireError,
     ShuttingDownError,
     UnsupportedError,
-    printable,
-    shorten,
 )
+from engine.core.shown import printable, shorten
 from engine.system.similar import closest
 from engine.text.fields.body import describe
 

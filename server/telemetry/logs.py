@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import TextIO
 
-from engine.core.errors import printable
+from engine.core.shown import printable
 
 MAX_REFUSALS = 20  # lines a second
 OURS = ("quire", "server", "engine", "uvicorn")

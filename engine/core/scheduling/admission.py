@@ -12,13 +12,8 @@ from math import ceil
 from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
-from engine.core.errors import (
-    ContextLengthError,
-    InvalidRequestError,
-    NeverFitsError,
-    OverloadedError,
-    shorten,
-)
+from engine.core.errors import ContextLengthError, InvalidRequestError, NeverFitsError, OverloadedError
+from engine.core.shown import shorten
 from engine.core.stats import Stats
 from engine.core.types import Request
 

@@ -16,7 +16,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
-from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.core.errors import InvalidRequestError, UnsupportedError
+from engine.core.shown import shorten
 from engine.system.similar import closest
 from engine.text.chat.limits import ModelLimits
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.core.errors import InvalidRequestError, UnsupportedError
+from engine.core.shown import shorten
 from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody, neither_text_nor
 from engine.text.fields.sampling import SamplingFields
 from engine.text.fields.tools import Tool, ToolCall, ToolChoice, ToolChoiceField, check_tools

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from engine.core.errors import ConfigError, InvalidRequestError, shorten
+from engine.core.errors import ConfigError, InvalidRequestError
+from engine.core.shown import shorten
 from engine.text.fields.body import IdleFields, Integer, RequestBody, or_text
 from engine.text.fields.structured import Choices, ResponseFormat, Schema, StructuredOutputs, WhitespacePattern
 from engine.text.grammars.spec import GrammarSpec

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError, shorten
+from engine.core.errors import InvalidRequestError
+from engine.core.shown import shorten
 from engine.text.fields.body import RequestBody
 from engine.text.tools.tool_format import OfferedTool
 

@@ -22,7 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.core.errors import InvalidRequestError, OverloadedError, QuireError, shorten
+from engine.core.errors import InvalidRequestError, OverloadedError, QuireError
+from engine.core.shown import shorten
 from engine.core.types import Grammar, GrammarKey
 from engine.text.grammars.spec import ANY_OBJECT, MAX_TEXT, GrammarKind, GrammarSpec, VocabularySource
 from engine.text.grammars.thinking import ThinkingGrammar

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError, shorten
+from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.core.shown import shorten
 from engine.core.spans import Span
 from engine.files.mmproj import read_mmproj
 from engine.images import Image, most_images

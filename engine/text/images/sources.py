@@ -6,7 +6,7 @@ import binascii
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from engine.core.errors import shorten
+from engine.core.shown import shorten
 from engine.system.regular_file import read_bytes
 from engine.text.images.decoder import refused
 

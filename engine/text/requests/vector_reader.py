@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from engine.core.errors import ConfigError, InvalidRequestError, shorten
+from engine.core.errors import ConfigError, InvalidRequestError
+from engine.core.shown import shorten
 from engine.core.types import Pooling
 from engine.text.chat.limits import ModelLimits
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.core.errors import InvalidRequestError, UnsupportedError
+from engine.core.shown import shorten
 from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody, or_text
 from engine.text.fields.chat import Content, join_parts
 from engine.text.fields.structured import Schema

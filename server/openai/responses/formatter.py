@@ -19,7 +19,7 @@ from server.openai.responses.body import ResponsesBody
 from server.openai.translated import PieceWriter
 from server.protocol.documents import CompletionTokensDetails, ResponseBody, Usage
 from server.protocol.errors import ApiError
-from server.telemetry.events import AnswerMetrics
+from server.telemetry.answer_metrics import AnswerMetrics
 
 
 class OutputPart(ResponseBody):

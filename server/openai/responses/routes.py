@@ -13,7 +13,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from engine.core.errors import UnsupportedError, shorten
+from engine.core.errors import UnsupportedError
+from engine.core.shown import shorten
 from server.answers.body import ChatBody
 from server.answers.formatter import ChunkMeta
 from server.answers.model import aside
