@@ -206,39 +206,35 @@ class Detokenizer:
     held back until the character is whole, or until `flush`.
     """
 
-    __slots__ = ("_known", "_num_settled", "_skip", "_tokenizer", "_window")
+    __slots__ = ("_decode", "_known", "_num_settled", "_window")
 
     def __init__(self, tokenizer: TextTokenizer, context: Sequence[int], *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         for size in range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + MAX_BYTES):
             self._window = list(context[-size:])
-            if not self._decode().startswith(REPLACEMENT):
+            if not self._decode(self._window).startswith(REPLACEMENT):
                 break  # else the window begins within a character; one of these sizes does not
         self._num_settled = len(self._window)
-        text, raw = self._decode(), b"".join(map(tokenizer.token_bytes, self._window[-MAX_BYTES:]))
+        text, raw = self._decode(self._window), b"".join(map(tokenizer.token_bytes, self._window[-MAX_BYTES:]))
         # A prompt may end within a character, or with this one.
         self._known = len(text if raw.endswith(REPLACEMENT.encode()) else text.rstrip(REPLACEMENT))
 
     def push(self, token_id: int) -> str:
         """Return the text that this id completes; empty while a character is incomplete."""
-        self._window.append(token_id)
-        text = self._decode()
-        is_settled = len(text) > self._known and not text.endswith(REPLACEMENT)
-        if not is_settled and len(self._window) - self._num_settled < MAX_HELD_TOKENS:
+        window, known = self._window, self._known
+        window.append(token_id)
+        text = self._decode(window)
+        is_settled = len(text) > known and not text.endswith(REPLACEMENT)
+        if not is_settled and len(window) - self._num_settled < MAX_HELD_TOKENS:
             return ""
-        delta = text[self._known :]
-        del self._window[: self._num_settled]
-        self._num_settled = len(self._window)
-        self._known = len(self._decode())
-        return delta
+        del window[: self._num_settled]
+        self._num_settled = len(window)
+        self._known = len(self._decode(window))
+        return text[known:]
 
     def flush(self) -> str:
         """Return the text that is held back, U+FFFD for an incomplete character."""
-        return self._decode()[self._known :] if len(self._window) > self._num_settled else ""
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+        return self._decode(self._window)[self._known :] if len(self._window) > self._num_settled else ""
 
 
 class StopStrings:

@@ -10,21 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.errors import ErrorValue, QuireError
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 from engine.handle import EngineHandle
 
-TURN_READERS = 64  # that are woken in a turn of the loop, which then takes 4 ms
+TURN_READERS = 64  # that are woken in a turn of the loop, which then takes 2 ms
 
-
-class PromptEvent(NamedTuple):
-    """An event, and the index of its prompt in the answer."""
-
-    prompt: int
-    event: TokenEvent
+TakeNow = Callable[[list[TokenEvent]], bool]  # takes events out, or leaves all; returns whether the reader may sleep on
 
 
 class Answer:
@@ -35,10 +29,12 @@ class Answer:
 
     def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
         self._client = client
-        self._prompts = {request.request_id: index for index, request in enumerate(requests)}
+        self._request_ids = [request.request_id for request in requests]
         self._alive = {(request.request_id, choice) for request in requests for choice in range(request.params.n)}
-        self._events: list[PromptEvent] = []
-        self._reader: asyncio.Future[None] | None = None  # set when an event comes
+        self._events: list[TokenEvent] = []
+        self._reader: asyncio.Future[None] | None = None  # set when it is to take events
+        self._is_waking = False  # the reader waits for its turn
+        self.take_now: TakeNow | None = None  # for a reader that waits
         self.has_begun = False  # an event has come
 
     def __enter__(self) -> None:
@@ -49,13 +45,13 @@ class Answer:
 
     def close(self, cause: AbortCause) -> None:
         """Abort the requests that have not ended. The first cause counts."""
-        self._client.forget(self._prompts)
+        self._client.forget(self._request_ids)
         for request_id in {request_id for request_id, _ in self._alive}:
             self._client.engine.abort(request_id, cause)
         self._alive.clear()
 
-    async def take(self) -> list[PromptEvent]:
-        """Wait for events and return all of them, in order."""
+    async def take(self) -> list[TokenEvent]:
+        """Wait for events and return all of them, in order; [] if `take_now` took the last that matter."""
         if not self._events:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -67,10 +63,25 @@ class Answer:
         if event.finish_reason is not None:
             self._alive.discard((event.request_id, event.choice))
         self.has_begun = True
-        self._events.append(PromptEvent(self._prompts[event.request_id], event))
-        if self._reader is not None:
-            self._client.wake(self._reader)
-            self._reader = None
+        self._events.append(event)
+        if self._reader is not None and not self._is_waking:
+            self._is_waking = True
+            self._client.wake(self)
+
+    def wake(self) -> None:
+        """Have the events read: where they are, if nothing has to wait for it, else by the reader's task."""
+        self._is_waking = False
+        reader = self._reader
+        if reader is None or reader.done():  # its request was cancelled
+            return
+        try:
+            if self.take_now is not None and self.take_now(self._events):
+                return
+        except Exception as error:  # any: it ends this answer alone
+            reader.set_exception(error)
+        else:
+            reader.set_result(None)
+        self._reader = None
 
     def fail(self, error: QuireError) -> None:
         """End open requests on an error, in the engine's place."""
@@ -92,7 +103,7 @@ class EngineClient:
         self._answers: dict[str, Answer] = {}  # by request id
         self._loop: asyncio.AbstractEventLoop  # that `start` is called in
         self._ended = asyncio.Event()
-        self._waking: deque[asyncio.Future[None]] = deque()  # readers that have events
+        self._waking: deque[Answer] = deque()  # whose readers have events
 
     @property
     def num_open(self) -> int:
@@ -151,17 +162,15 @@ class EngineClient:
             if answer is not None:
                 answer.put(event)
 
-    def wake(self, reader: asyncio.Future[None]) -> None:
-        """Wake a reader, behind those that wait for it already."""
-        self._waking.append(reader)
+    def wake(self, answer: Answer) -> None:
+        """Wake an answer's reader, behind those that wait for it already."""
+        self._waking.append(answer)
         if len(self._waking) == 1:
             self._loop.call_soon(self._wake_some)
 
     def _wake_some(self) -> None:
         """Wake the readers of this turn; the events of the others gather meanwhile, and other requests have the loop."""
         for _ in range(min(len(self._waking), TURN_READERS)):
-            reader = self._waking.popleft()
-            if not reader.done():  # else its request was cancelled
-                reader.set_result(None)
+            self._waking.popleft().wake()
         if self._waking:
             self._loop.call_soon(self._wake_some)

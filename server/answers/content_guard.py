@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from engine.core.errors import ConfigError, ContextLengthError, QuireError
-from engine.core.types import AbortCause, FinishReason, Request, SamplingParams
+from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.text.chat.choice import Delta, TextRules
 from engine.text.chat.limits import num_common
 from engine.text.fields.chat import ChatFields, Conversation, Message
@@ -213,6 +213,9 @@ class GuardedGeneration(Generation):
         for prompt, verdict in enumerate(verdicts):
             if verdict.is_unsafe:
                 self._refused.update((prompt * self._n + choice, verdict) for choice in range(self._n))
+
+    def deltas_now(self, events: list[TokenEvent]) -> list[ChoiceDelta] | None:  # noqa: ARG002 - none without a verdict
+        return None
 
     async def next_deltas(self) -> list[ChoiceDelta]:
         news = await super().next_deltas()

@@ -105,20 +105,23 @@ class ChunkFormatter(ResponseFormatter):
         """Return the chunks of a delta. `usage` is given if the client wants it."""
 
     def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:
-        shown: dict[str, Usage | None] = {}
-        if self._has_usage:
-            shown = {"usage": usage() if self._counts_often else None}
         frames = list[bytes]()
         for index, delta in news:
             if self._varies or not delta.is_text:
+                shown = self._shown(usage() if self._counts_often else None)
                 frames += [frame(chunk) for chunk in self.chunks(index, delta, **shown)]
                 continue
-            if index not in self._around:
-                (chunk,) = self.chunks(index, Delta([Content("\0")]), **shown)
+            around = self._around.get(index)
+            if around is None:
+                (chunk,) = self.chunks(index, Delta([Content("\0")]), **self._shown(None))
                 before, _, after = frame(chunk).rpartition(to_json("\0"))
-                self._around[index] = before, after
-            frames += (self._around[index][0], to_json(delta.text), self._around[index][1])
+                around = self._around[index] = before, after
+            frames += (around[0], to_json(delta.text), around[1])
         return b"".join(frames)
+
+    def _shown(self, usage: Usage | None) -> dict[str, Usage | None]:
+        """Return the counts so far, if the client wants them."""
+        return {"usage": usage} if self._has_usage else {}
 
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
         last = self._render(b"", usage=usage)

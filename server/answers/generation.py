@@ -6,7 +6,7 @@ Event loop only. Stands between the mailbox (client.py) and the formatters.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
@@ -35,6 +35,7 @@ class Generation:
 
     def __init__(self, answer: Answer, requests: Sequence[Request], tokenizer: TextTokenizer, rules: TextRules) -> None:
         self._answer = answer
+        self._prompt_of = {request.request_id: index for index, request in enumerate(requests)}
         self._n = requests[0].params.n
         self._num_prompt_tokens = sum(len(request.prompt) for request in requests)
         self._num_image_tokens = sum([span.length for request in requests for span in request.spans])
@@ -78,8 +79,7 @@ class Generation:
         """
         news: list[ChoiceDelta] = []
         while self._num_open and not news:
-            heard = await self._listen()
-            news = [ChoiceDelta(i, self._choices[i].take()) for i in heard if not self._choices[i].is_silent]
+            news = self._take(await self._listen())
         return news
 
     async def all_deltas(self, *, settled: bool = False) -> list[Delta]:
@@ -106,12 +106,48 @@ class Generation:
         while not self.timeline.is_complete:
             await self._listen()
 
+    def deltas_now(self, events: list[TokenEvent]) -> list[ChoiceDelta] | None:
+        """Take tokens that go on and nothing else, and return the new deltas; None, and all is left, if there is more."""
+        if len(events) >= TURN_EVENTS or self._beam is not None:
+            return None
+        for event in events:  # a loop, since a generator would cost each token half a microsecond
+            if event.finish_reason is not None or event.prompt is not None:
+                return None
+        heard = []
+        for event in events:
+            index = self._prompt_of[event.request_id] * self._n + event.choice
+            self.timeline.hear(index, event)
+            choice = self._choices[index]
+            if not choice.is_done:
+                if choice.accept(event):
+                    self._end(index, event)
+                heard.append(index)
+        events.clear()
+        return self._take(heard if len(heard) < 2 else dict.fromkeys(heard))
+
+    def _take(self, heard: Iterable[int]) -> list[ChoiceDelta]:
+        """Return the deltas of choices that have something to show."""
+        return [ChoiceDelta(i, self._choices[i].take()) for i in heard if not self._choices[i].is_silent]
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether deltas are to come."""
+        return self._num_open > 0
+
+    def _end(self, index: int, event: TokenEvent) -> None:
+        """Count a choice that is done with this event."""
+        self._num_open -= 1
+        if event.finish_reason is None:
+            self.timeline.stop(index)
+            self._answer.stop(event.request_id, event.choice, AbortCause.STOP_STRING)
+
     async def _listen(self) -> list[int]:
         """Wait for events, hand them on, and return the choices that had one."""
         heard: dict[int, None] = {}  # ordered, each once
-        for number, (prompt, event) in enumerate(await self._answer.take(), start=1):
+        for number, event in enumerate(await self._answer.take(), start=1):
             if not number % TURN_EVENTS:
                 await asyncio.sleep(0)  # let other requests run
+            prompt = self._prompt_of[event.request_id]
             index = prompt * self._n + event.choice
             choice = self._choices[index]
             self.timeline.hear(index, event)
@@ -130,10 +166,7 @@ class Generation:
                 self._answer.close(AbortCause.ERROR)  # one failed, so the others are ended too
                 raise
             if is_done:
-                self._num_open -= 1
-                if event.finish_reason is None:
-                    self.timeline.stop(index)
-                    self._answer.stop(event.request_id, event.choice, AbortCause.STOP_STRING)
+                self._end(index, event)
             heard[index] = None
         return list(heard)
 

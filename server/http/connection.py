@@ -68,6 +68,26 @@ class _AnswerTransport:
         self.close = connection.close_once_read
 
 
+CHUNKS = "quire.chunks"  # the ASGI extension whose "writer" is a ChunkWriter
+
+
+class ChunkWriter:
+    """Writes the chunks of an answer whose head was sent, without a coroutine and a message for each."""
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._flow, self._cycle, self._write = connection.flow, cycle, connection.transport.write
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether a chunk can be written now; else `send` waits for the client, or knows that there is none."""
+        cycle = self._cycle
+        return not self._flow.write_paused and bool(cycle.chunked_encoding) and not cycle.disconnected
+
+    def write(self, body: bytes) -> None:
+        """Write a chunk, as uvicorn's `send` does."""
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
 class _Parsing:
     """The connections of a loop whose bytes wait to be parsed."""
 
@@ -247,6 +267,7 @@ class Connection(HttpToolsProtocol):
             self.headers.append((b"host", authority))
         super().on_headers_complete()
         self.cycle.transport = self._answer_transport  # type: ignore[assignment]  # the part of one that it uses
+        self.scope["extensions"] = {CHUNKS: {"writer": ChunkWriter(self, self.cycle)}}
         if self.pipeline:
             self.flow.resume_reading()
         else:

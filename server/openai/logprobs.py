@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from engine.core.types import TokenLogprob
-from engine.text.chat.choice import Delta
+from engine.text.chat.choice import Delta, DeltaLogprobs
 from engine.text.tokenizer import TextTokenizer, finite, token_text
 from server.protocol.documents import ResponseBody
 
@@ -46,8 +46,9 @@ def completion_logprobs(
     def spell(token_id: int) -> str:
         return _by_id(token_id) if as_ids else token_text(tokenizer, token_id)
 
+    scored = delta.scored or DeltaLogprobs()
     tops: list[dict[str, float] | None] = []
-    for entry in delta.logprobs:
+    for entry in scored.entries:
         if entry is None:
             tops.append(None)
             continue
@@ -56,9 +57,9 @@ def completion_logprobs(
             top.setdefault(spell(token_id), finite(logprob))  # the likelier of two tokens with one text is kept
         tops.append(top)
     return CompletionLogprobs(
-        text_offset=delta.offsets,
-        token_logprobs=[None if entry is None else finite(entry.logprob) for entry in delta.logprobs],
-        tokens=[spell(token_id) for token_id in delta.logprob_ids],
+        text_offset=scored.offsets,
+        token_logprobs=[None if entry is None else finite(entry.logprob) for entry in scored.entries],
+        tokens=[spell(token_id) for token_id in scored.token_ids],
         top_logprobs=tops,
     )
 

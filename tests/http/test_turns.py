@@ -259,7 +259,7 @@ async def test_readers_of_a_steps_events_are_woken_some_a_turn_and_events_gather
         while sum(map(len, heard)) < 3:
             events = await answers[number].take()
             woken[counter.number] += 1
-            heard.append(tuple(token for _, event in events for token in event.token_ids))
+            heard.append(tuple(token for event in events for token in event.token_ids))
         return heard
 
     reading = [asyncio.create_task(read(number)) for number in range(10)]

@@ -126,6 +126,52 @@ async def test_half_a_character_is_not_worth_an_event_but_its_token_is_kept() ->
     assert (delta.text, delta.token_ids) == ("é", [0xC3, 0xA9])
 
 
+async def test_tokens_that_go_on_are_deltas_at_once_and_all_else_is_left_to_the_reader() -> None:
+    desk = Desk(requests(n=2))
+    tokens = [event("a"), event("x", choice=1), event("b")]
+    news = desk.generation.deltas_now(tokens) or []
+    assert ([(index, delta.text) for index, delta in news], tokens) == ([(0, "ab"), (1, "x")], [])
+    for other in (event("c", **END), event("c", prompt=PromptInfo(0, None))):
+        mixed = [event("y", choice=1), other]
+        assert desk.generation.deltas_now(mixed) is None
+        assert len(mixed) == 2
+    assert desk.generation.deltas_now([event("a")] * TURN_EVENTS) is None
+    assert desk.generation.usage.completion_tokens == 3
+
+
+async def test_a_stop_string_in_tokens_taken_at_once_ends_the_generation() -> None:
+    desk = Desk(requests(), stops=("b",))
+    waiting = asyncio.ensure_future(desk.generation.next_deltas())
+    taken: list[Any] = []
+
+    def take_now(events: list[TokenEvent]) -> bool:
+        taken.extend(desk.generation.deltas_now(events) or ())
+        return desk.generation.is_open
+
+    desk.answer.take_now = take_now
+    await desk.hear(event("a"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await desk.hear(event("b"))
+    assert await waiting == []
+    assert [(delta.text, delta.finish_reason) for _, delta in taken] == [("a", None), ("", FinishReason.STOP)]
+    assert desk.engine.aborted == [("r0", AbortCause.STOP_STRING, 0)]
+
+
+async def test_an_error_while_tokens_are_taken_at_once_is_the_readers() -> None:
+    desk = Desk(requests())
+    waiting = asyncio.ensure_future(desk.generation.next_deltas())
+    await asyncio.sleep(0)
+
+    def take_now(_: list[TokenEvent]) -> bool:
+        raise ValueError("a bug")
+
+    desk.answer.take_now = take_now
+    await desk.hear(event("a"))
+    with pytest.raises(ValueError, match="a bug"):
+        await waiting
+
+
 async def test_usage_counts_prompts_once_and_choices_each() -> None:
     desk = Desk(requests(count=2, n=2))
     cached = PromptInfo(num_cached_tokens=7, logprobs=None)

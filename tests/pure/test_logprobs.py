@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from engine.core.types import TokenLogprob
-from engine.text.chat.choice import Delta
+from engine.text.chat.choice import Delta, DeltaLogprobs
 from engine.text.tokenizer import LOWEST, TextTokenizer, prompt_logprobs
 from server.openai.logprobs import chat_logprobs, completion_logprobs
 
@@ -24,7 +24,7 @@ class OneByteEach:
 TOKENIZER: TextTokenizer = OneByteEach()  # type: ignore[assignment]  # all that shaping asks for
 # "a" was ruled out by the model itself, and drawn by a client's bias.
 ENTRY = TokenLogprob(ord("a"), -math.inf, 3, ((ord("b"), -0.5), (HALF, -math.inf)))
-DELTA = Delta(logprobs=[ENTRY], logprob_ids=[ord("a")], offsets=[4])
+DELTA = Delta(scored=DeltaLogprobs([ENTRY], [ord("a")], [4]))
 
 
 def test_completions() -> None:
@@ -45,7 +45,7 @@ def test_of_two_tokens_with_one_text_the_likelier_counts() -> None:
 
     doubled: TextTokenizer = Doubled()  # type: ignore[assignment]
     entry = TokenLogprob(256 + ord("b"), -4.0, 9, ((ord("b"), -0.5), (256 + ord("b"), -4.0)))
-    delta = Delta(logprobs=[entry], logprob_ids=[entry.token_id], offsets=[0])
+    delta = Delta(scored=DeltaLogprobs([entry], [entry.token_id], [0]))
     shaped = completion_logprobs(doubled, delta, 2)
     assert (shaped.token_logprobs, shaped.top_logprobs) == ([-4.0], [{"b": -0.5}])
     told_apart = completion_logprobs(doubled, delta, 2, as_ids=True)

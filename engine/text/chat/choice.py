@@ -46,16 +46,23 @@ class CallDelta:
 
 
 @dataclass(slots=True)
+class DeltaLogprobs:
+    """The log probabilities of tokens of a delta."""
+
+    entries: list[TokenLogprob | None] = field(default_factory=list)  # None: the first token of an echoed prompt
+    token_ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # where each of them begins in the choice's text
+    of_text: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # of pieces for the user, by their place
+
+
+@dataclass(slots=True)
 class Delta:
     """The new part of a choice; text may follow its tokens once it is certain."""
 
     pieces: list[Piece] = field(default_factory=list)  # in order; neighbours of one kind are joined
     num_calls_before: int = 0  # calls begun in earlier deltas
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None: the first token of an echoed prompt
-    logprob_ids: list[int] = field(default_factory=list)  # the tokens of `logprobs`
-    offsets: list[int] = field(default_factory=list)  # where each of them begins in the choice's text
-    text_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # of pieces for the user, by their place
+    scored: DeltaLogprobs | None = None  # made with the first: a stream makes a delta for each token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt: PromptInfo | None = None
@@ -63,15 +70,21 @@ class Delta:
     filtered: Sequence[str] | None = None  # of the last delta, if a guard ended the choice: the categories
 
     @property
+    def logprobs(self) -> Sequence[TokenLogprob | None]:
+        """Return log probabilities, in order; None is the first token of an echoed prompt."""
+        return () if self.scored is None else self.scored.entries
+
+    @property
     def is_silent(self) -> bool:
         """True if a stream has nothing to send yet: the text of the tokens is not certain."""
-        return not (self.pieces or self.logprobs or self.finish_reason)
+        return not (self.pieces or self.scored or self.finish_reason)
 
     @property
     def is_text(self) -> bool:
         """Return whether it is text for the user and nothing else but its tokens, as nearly always."""
-        is_one = len(self.pieces) == 1 and type(self.pieces[0]) is Content
-        return is_one and not self.logprobs and self.finish_reason is None and self.prompt is None
+        if self.scored is not None or self.finish_reason is not None or self.prompt is not None:
+            return False
+        return len(self.pieces) == 1 and type(self.pieces[0]) is Content
 
     @property
     def text(self) -> str:
@@ -118,6 +131,7 @@ class Choice:
         self._stops = StopStrings(rules.stops, include_in_output=rules.include_stop) if rules.stops else None
         self._prompt = prompt
         self._rules = rules
+        self._hidden_ids = rules.hidden_ids if rules.include_stop else rules.hidden_ids | rules.ending_ids
         self._parser = rules.make_parser() if rules.make_parser else None
         self._ids: list[int] = []  # for `turn`
         self._unread: list[TokenLogprob] = []  # of tokens of which the parser has made nothing yet
@@ -197,8 +211,7 @@ class Choice:
             self._note(token_id, logprob)
         if self._rules.turn is not None:
             self._ids.append(token_id)
-        is_shown = self._rules.include_stop or token_id not in self._rules.ending_ids
-        if is_shown and token_id not in self._rules.hidden_ids:
+        if token_id not in self._hidden_ids:
             if logprob is not None:
                 self._unread.append(logprob)
             detokenizer = self._detokenizer or self._make_detokenizer()
@@ -211,9 +224,16 @@ class Choice:
 
     def _note(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Add the log probability of a token."""
-        self._delta.logprob_ids.append(token_id)
-        self._delta.logprobs.append(logprob)
-        self._delta.offsets.append(self._num_chars)
+        scored = self._scored()
+        scored.token_ids.append(token_id)
+        scored.entries.append(logprob)
+        scored.offsets.append(self._num_chars)
+
+    def _scored(self) -> DeltaLogprobs:
+        """Return the log probabilities of the delta."""
+        if self._delta.scored is None:
+            self._delta.scored = DeltaLogprobs()
+        return self._delta.scored
 
     def _read(self, text: str) -> None:
         """Show text, or the pieces that the parser finds in it."""
@@ -262,7 +282,7 @@ class Choice:
         if text:
             self._delta.add(Content(text))
             if self._unshown:
-                self._delta.text_logprobs.setdefault(len(self._delta.pieces) - 1, []).extend(self._unshown)
+                self._scored().of_text.setdefault(len(self._delta.pieces) - 1, []).extend(self._unshown)
                 self._unshown.clear()
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:

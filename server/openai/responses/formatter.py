@@ -229,9 +229,8 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
 
     def _add(self, delta: Delta) -> list[ResponseEvent]:
         if self._tells_logprobs:
-            of_texts = [
-                delta.text_logprobs.get(i, []) for i, piece in enumerate(delta.pieces) if type(piece) is Content
-            ]
+            of_text = {} if delta.scored is None else delta.scored.of_text
+            of_texts = [of_text.get(i, []) for i, piece in enumerate(delta.pieces) if type(piece) is Content]
             self._waiting = [chat_logprobs(self._meta.tokenizer, logprobs).content for logprobs in of_texts]
         events = self._write(delta)
         self._finish_reason = delta.finish_reason
