@@ -17,7 +17,7 @@ from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.thinking import ThinkingGrammar
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
 from engine.text.tokenizer import TextTokenizer
-from engine.text.types import SamplingDefaults
+from engine.text.types import Content, Reasoning, SamplingDefaults
 
 END = 999
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -121,6 +121,27 @@ def test_thoughts_are_bounded_and_come_before_a_grammar() -> None:
     assert key.thinking is not None
     assert isinstance(GrammarCompiler().hold(key), ThinkingGrammar)
     assert key.end_ids == {END}
+
+
+OPENED = PLAIN + "[THINK]{{ '' if true else '[/THINK]' }}"  # whose tags are no tokens here
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_thoughts"),
+    [
+        ({}, True),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, False),
+        ({"structured_outputs": {"regex": r"[a-z]*\[/THINK][a-z]+"}}, True),
+        ({"structured_outputs": {"grammar": 'start: /[a-z]*/ "[/THINK]" /[a-z]+/'}}, True),
+        ({"tools": [STRICT]}, True),
+        ({"tools": [STRICT], "tool_choice": "required"}, False),
+    ],
+)
+def test_a_grammar_without_thoughts_makes_an_answer_of_its_text(fields: dict[str, Any], has_thoughts: bool) -> None:
+    make_parser = prepared(OPENED, **fields).rules.make_parser
+    assert make_parser is not None
+    parser = make_parser()
+    assert [type(piece) for piece in [*parser.push("a"), *parser.finish()]] == [Reasoning if has_thoughts else Content]
 
 
 OPENS = PLAIN + "{% if add_generation_prompt %}[bot]{{ '<t>' if enable_thinking else '' }}{% endif %}"

@@ -20,6 +20,7 @@ from engine.text.chat.history import AnswerHistory, ChatTurn, Encode, Owner
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint, SamplingFields
+from engine.text.grammars.spec import GrammarKind
 from engine.text.grammars.thinking import EFFORT_BUDGETS
 from engine.text.requests.call_plan import plan_calls
 from engine.text.tools.tool_format import ToolFormat
@@ -169,6 +170,9 @@ class ChatPreprocessor:
             continued = chat.messages[-1].text if chat.continue_final_message else ""
             begins_within = self._format.tags.begins_within(text, continued)
             thinking = self._thinking(chat, text, begins_within=begins_within)
+            # Only tags that are tokens can come before a grammar; without them it binds the answer from its first token.
+            has_thoughts = thinking is not None or _has_room(chat, constraint, self._format.tags.closing)
+            begins_within = begins_within and has_thoughts
         rules = text_rules(chat, params)
         if tool_format is not None or self._format.tags is not None or self._format.has_channels:
             rules = self._with_parser(rules, chat, tool_format, begins_within=begins_within)
@@ -243,6 +247,13 @@ def no_images(param: str) -> UnsupportedError:
 def _is_plain_text(chat: ChatFields) -> bool:
     """Return whether the tokens of a prompt are those of its text alone, and of all of it."""
     return not chat.add_special_tokens and chat.truncate_prompt_tokens is None
+
+
+def _has_room(chat: ChatFields, constraint: Constraint | None, closing: str) -> bool:
+    """Return whether a constrained answer may begin with thoughts: free text, or what names the tag that ends them."""
+    if constraint is None or constraint.spec.kind is GrammarKind.STRUCTURAL_TAG or closing in constraint.spec.text:
+        return True
+    return chat.choice.mode == "auto" and not chat.constraints()
 
 
 GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
