@@ -21,7 +21,7 @@ _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
 UNSUPPORTED: Mapping[str, Refused] = {
     **dict.fromkeys(
         (
-            "dry_multiplier", "dynatemp_range", "logits_processors", "logprob_token_ids",
+            "custom_logit_processor", "dry_multiplier", "dynatemp_range", "logits_processors", "logprob_token_ids",
             "lora_path", "mirostat", "prompt_embeds", "repetition_detection", "return_prompt_text", "stop_regex",
             "suffix", "top_n_sigma", "xtc_probability",
         ),
@@ -34,8 +34,12 @@ UNSUPPORTED: Mapping[str, Refused] = {
     "chat_template": Refused(_OFF, "start the server with --chat-template, or render the prompt and use /v1/completions"),
     "documents": Refused(_OFF, "send chat_template_kwargs: {documents: ...}, if the model's template reads them"),
     "beam_width": Refused(_OFF, "send use_beam_search: true, and the width as n"),
-    "grammar": Refused(_OFF, "send structured_outputs: {grammar: ...}"),
+    "extra_body": Refused(_OFF, "send its fields beside the others, as OpenAI's SDK does"),
+    **dict.fromkeys(("ebnf", "grammar"), Refused(_OFF, "send structured_outputs: {grammar: ...}")),
     "json_schema": Refused(_OFF, "send structured_outputs: {json: ...}, or response_format"),
+    "n_predict": Refused((-1,), "send max_tokens"),
+    "no_stop_trim": Refused(_OFF, "send include_stop_str_in_output"),
+    "repeat_penalty": Refused((1, 1.0), "send repetition_penalty"),
     "regex": Refused(_OFF, "send structured_outputs: {regex: ...}"),
     "truncation_side": Refused(("left",)),
     "typical_p": Refused((1, 1.0)),

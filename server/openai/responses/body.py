@@ -280,7 +280,7 @@ class InputBody(TranslatedBody):
     }
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **TranslatedBody.UNSUPPORTED,
-        **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refused((), "send max_output_tokens")),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), Refused((), "send max_output_tokens")),
         "background": Refused((False,), "answers are not made in the background; leave it out, and stream"),
         "conversation": Refused((), "send previous_response_id, or the conversation in input"),
         "logprobs": Refused((False,), f'send include: ["{LOGPROBS}"]'),
