@@ -305,7 +305,7 @@ class _Frames:
                 metrics = AnswerMetrics.of(spans, generation.num_cached_tokens)
             last = formatter.closing(generation.usage, metrics)
         except Exception as error:  # any: it ends this stream alone, with an event
-            if not isinstance(error, QuireError):
+            if not isinstance(error, QuireError | ApiError):
                 logger.exception("a stream failed")
             last = formatter.failure(to_api_error(error))
         yield last

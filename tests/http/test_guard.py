@@ -207,7 +207,7 @@ def test_qwens_guard_and_what_is_controversial(guarded: Callable[..., Live]) -> 
     assert filtered == {"Violent": {"filtered": True}, "PII": {"filtered": True}}
 
 
-def test_a_guard_that_fails_shows_nothing(guarded: Callable[..., Live]) -> None:
+def test_a_guard_that_fails_shows_nothing(guarded: Callable[..., Live], caplog: pytest.LogCaptureFixture) -> None:
     failing: list[str] = []
 
     def fail(piece: SequenceSlice) -> str | None:
@@ -225,6 +225,7 @@ def test_a_guard_that_fails_shows_nothing(guarded: Callable[..., Live]) -> None:
     assert httpx.post(live.url + "/v1/chat/completions", json=asked).status_code == 503
     chunks = stream(live.url, "", messages=TURNS[-1:])
     assert [chunk.get("error", {}).get("code") for chunk in chunks] == ["guard_unavailable"]
+    assert "Traceback" not in caplog.text
     failing.clear()
     long = httpx.post(
         live.url + "/v1/chat/completions", json={**asked, "messages": [{"role": "user", "content": "g" * 400}]}
