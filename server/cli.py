@@ -54,15 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(_unknown(name))
         return 2
     gc.disable()  # nothing that an import makes is garbage, and to look for some takes 20 ms, now or later
-    if name == "serve":
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, of no use here, would spin for 0.1 s
-        from engine.startup.torch_ahead import load_torch_libraries
+    try:
+        if name == "serve":
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, of no use here, would spin for 0.1 s
+            from engine.startup.torch_ahead import load_torch_libraries
 
-        load_torch_libraries()
-    run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
-    gc.freeze()
-    gc.enable()
-    return run(arguments if command.passes_name else arguments[1:])
+            load_torch_libraries()
+        run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
+        gc.freeze()
+        gc.enable()
+        return run(arguments if command.passes_name else arguments[1:])
+    except KeyboardInterrupt:  # while it imports
+        return 130
 
 
 def _unknown(name: str) -> str:

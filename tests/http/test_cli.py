@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fake_quire
 import httpx
@@ -269,6 +271,14 @@ def test_a_signal_ends_the_load_of_the_start(tmp_path: Path) -> None:
         status, written = outcome(process)
     assert status == 130
     assert written.splitlines()[-1].endswith("Stopped while starting.")
+
+
+def test_an_interrupt_while_it_imports_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.import_module", Mock(side_effect=KeyboardInterrupt))
+    try:
+        assert main(["doctor"]) == 130
+    finally:
+        gc.enable()
 
 
 def test_the_story_ends_with_a_line_that_can_be_pasted() -> None:
