@@ -45,6 +45,13 @@ UNSUPPORTED: Mapping[str, Refused] = {
     "typical_p": Refused((1, 1.0)),
 }  # fmt: skip
 
+# Fields of /v1/responses and /v1/messages, which chats and completions spell otherwise.
+_OTHERS: Mapping[str, Refused] = {
+    "max_output_tokens": Refused((), "send max_tokens"),
+    "stop_sequences": Refused(([],), "send stop"),
+    **dict.fromkeys(("instructions", "system"), Refused(_OFF, "send a first message of role system")),
+}
+
 # Fields that ask for another way to the same answer, which is dropped where it cannot be had.
 HINTS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("ec_transfer_params", "guided_decoding_backend"), _OFF),
@@ -146,7 +153,7 @@ class SamplingBody(EngineBody, SamplingFields):
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = HINTS
-    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = UNSUPPORTED
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {**UNSUPPORTED, **_OTHERS}
     IDLE: ClassVar[IdleFields] = {**SamplingFields.IDLE, "stream_options": lambda body, _: not body.stream}
 
     return_token_ids: bool = Field(False, description="Return the ids of prompt and answer.")
@@ -183,7 +190,7 @@ class ChatBody(SamplingBody, ChatFields):
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
-        **UNSUPPORTED,
+        **SamplingBody.UNSUPPORTED,
         **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), Refused()),
         "best_of": Refused((1,), "answers are ranked by /v1/completions only; send n to have several"),
         "echo": Refused((False,), "use /v1/completions, whose echo returns the prompt"),

@@ -153,9 +153,11 @@ class CountBody(TranslatedBody):
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **TranslatedBody.UNSUPPORTED,
         "container": Refused(),
-        "max_completion_tokens": Refused((), "send max_tokens"),
+        "instructions": Refused((), "send system"),
+        **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), Refused((), "send max_tokens")),
         "mcp_servers": Refused(([],)),
         "n": Refused((1,)),
+        "parallel_tool_calls": Refused((True,), "send tool_choice: {disable_parallel_tool_use: ...}"),
         "reasoning_effort": Refused((), "send thinking, or output_config: {effort: ...}"),
         "response_format": Refused((), "send output_config: {format: ...}"),
         "stop": Refused(([],), "send stop_sequences"),

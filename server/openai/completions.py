@@ -16,7 +16,7 @@ from engine.core.errors import InvalidRequestError, read_each
 from engine.core.types import SamplingParams
 from engine.text.chat.choice import Delta
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.body import Integer
+from engine.text.fields.body import Integer, Refused
 from engine.text.fields.sampling import MAX_N
 from engine.text.requests.chat_preprocessor import sampling_params, text_rules, truncated
 from engine.text.tokenizer import PromptLogprobs
@@ -44,6 +44,10 @@ class CompletionBody(SamplingBody):
         **HINTS,
         "thinking_token_budget": (),
         "mm_processor_kwargs": ({},),
+    }
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
+        **SamplingBody.UNSUPPORTED,
+        "max_completion_tokens": Refused((), "send max_tokens"),
     }
 
     prompt: Prompts = Field(description="A text, a list of texts, a list of token ids, or a list of such lists.")

@@ -21,7 +21,7 @@ from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, ChatBody, SamplingBo
 from server.protocol.errors import ApiError, to_api_error
 
 # Fields that these APIs spell otherwise, or for whose result their answers have no place.
-_CHATS_OWN = {"early_stopping", "length_penalty", "max_tokens", "n", "prompt_logprobs", "response_format", "stop"}
+_CHATS_OWN = {"early_stopping", "length_penalty", "max_tokens", "n", "prompt_logprobs", "response_format"}
 _CHATS_OWN |= {
     "include_metrics",
     "kv_transfer_params",

@@ -355,6 +355,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
         ({"temperature": -1}, "temperature"),
         ({"top_k": -2}, "top_k"),
         ({"stop": ["x"]}, "send stop_sequences"),
+        ({"instructions": "x"}, "send system"),
+        ({"parallel_tool_calls": False}, "disable_parallel_tool_use"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
         ({"tools": [{"name": "a"}]}, "tools.0.input_schema"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),

@@ -404,6 +404,7 @@ def test_logprobs_are_of_the_text(http: httpx.Client) -> None:
 
 def test_fields_of_chat_mean_the_same(http: httpx.Client) -> None:
     assert create(http, "x", min_tokens=3, stop_token_ids=[5], max_output_tokens=4, top_k=1, seed=1)
+    assert text_of(create(http, "hello", stop=["lo"])) == "hel"
     refused = error_of(http.post(PATH, json={"input": "x", "min_tokens": 5, "max_output_tokens": 4}), 400)
     assert refused["param"] == "min_tokens"
     told = http.post(PATH, json={"input": "x", "colour": "red", "text": {"size": 1}}).headers
@@ -438,6 +439,7 @@ def test_fields_of_chat_mean_the_same(http: httpx.Client) -> None:
         ({"top_k": -2}, "top_k", "invalid_value"),
         ({"background": True}, "background", "unsupported_parameter"),
         ({"conversation": "c"}, "conversation", "unsupported_parameter"),
+        ({"system": "s"}, "system", "unsupported_parameter"),
         ({"guided_json": {}, "guided_regex": "x"}, "guided_json", "invalid_value"),
         ({"min_tokens": 9, "max_output_tokens": 3}, "min_tokens", "invalid_value"),
         ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter"),

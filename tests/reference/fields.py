@@ -166,7 +166,7 @@ def _answer_name(operation: Schema) -> str:
 def _others(body: type[RequestBody]) -> Iterator[str]:
     """Yield the fields that are known without being declared, a list of each kind."""
     if issubclass(body, TranslatedBody):
-        yield f"**As in [ChatBody](#chatbody):** {_names(PASSED_ON)}\n"
+        yield f"**As in [ChatBody](#chatbody):** {_names(PASSED_ON - body.UNSUPPORTED.keys())}\n"
     for kind, names in (("Without effect", body.NO_OPS), ("Hints", body.HINTS.keys())):
         if left := names - body.model_fields.keys():
             yield f"**{kind}:** {_names(left)}\n"

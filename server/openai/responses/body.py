@@ -290,6 +290,8 @@ class InputBody(TranslatedBody):
         "prompt": Refused(),
         "reasoning_effort": Refused((), "send reasoning: {effort: ...}"),
         "response_format": Refused((), "send text: {format: ...}"),
+        "stop_sequences": Refused(([],), "send stop"),
+        "system": Refused((), "send instructions"),
     }
     IDLE: ClassVar[IdleFields] = {
         **TranslatedBody.IDLE,
