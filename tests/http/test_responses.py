@@ -449,6 +449,7 @@ def test_fields_of_chat_mean_the_same(http: httpx.Client) -> None:
         ({"tool_choice": {"type": "function", "name": "a"}}, "tool_choice", "invalid_value"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "invalid_value"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid_value"),
+        ({"text": {"format": {"schema": {}}}}, "text.format.schema", "invalid_value"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing_required_parameter"),
         ({"reasoning": {"effort": "wild"}}, "reasoning.effort", "invalid_value"),
         ({"include": [5]}, "include.0", "invalid_type"),

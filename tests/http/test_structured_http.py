@@ -42,6 +42,7 @@ def tags(**changes: Any) -> dict[str, Any]:
         ({"response_format": "json_object"}, "response_format", ""),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema", "text"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "json_schema"),
         ({"response_format": {"type": "text", "triggers": ["<"]}}, "response_format.triggers", "text"),
         (json_schema(5), "response_format.json_schema.schema", "schema"),
         (json_schema("{"), "response_format.json_schema.schema", "not JSON"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from engine.text.fields.body import RequestBody, refused_field
+from engine.text.fields.body import Refused, RequestBody, refused_field
 from engine.text.grammars.spec import ANY_OBJECT, GrammarKind, GrammarSpec, close_schema
 
 _MAX_TAGS = 256
@@ -67,6 +68,10 @@ class Structure(RequestBody):
 
 class ResponseFormat(RequestBody):
     """OpenAI's field of that name, with vLLM's type `structural_tag`."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
+        "schema": Refused((), "send type: json_schema, and json_schema: {name: ..., schema: ...}")
+    }
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"] = Field(
         description="Which kind of object this is."

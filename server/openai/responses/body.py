@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError
 from engine.core.shown import shorten
-from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody, or_text
+from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody, or_text, refused_field
 from engine.text.fields.chat import Content, join_parts
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import Function
@@ -234,6 +234,12 @@ class TextFormat(RequestBody):
     description: str | None = Field(None, description="What it is for; the model reads it.")
     schema_: Schema | None = Field(None, alias="schema", description="A JSON schema.")
     strict: bool | None = Field(None, description="Enforce the schema while the model generates.")
+
+    @model_validator(mode="after")
+    def _check(self) -> TextFormat:
+        if self.schema_ is not None and self.type != "json_schema":
+            raise refused_field("schema", f"has no meaning with type {self.type}.")
+        return self
 
     def for_chat(self) -> dict[str, Any]:
         if self.type != "json_schema":
