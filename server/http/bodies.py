@@ -65,15 +65,15 @@ Body = TypeVar("Body", bound=RequestBody)
 IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # whether the body of this request is
 
 
-def json_body(model: type[Body], *, spends: bool = False) -> Callable[[Request], Awaitable[Body]]:
-    """Return a dependency that reads and checks a JSON body.
+def json_body(model: type[Body], *, spends: bool = False, loads: bool = True) -> Callable[[Request], Awaitable[Body]]:
+    """Return a dependency that reads and checks a JSON body, and loads the model that it names, unless `loads` is False.
 
     With `spends` the request runs the engine, and its account's limits are checked before the body is read.
     """
 
     async def read(request: Request) -> Body:
         reader: RequestReader = request.app.state.reader
-        return await reader.read(request, model, spends=spends)
+        return await reader.read(request, model, spends=spends, loads=loads)
 
     return read
 
@@ -304,7 +304,7 @@ class RequestReader:
         # What a daemon of this role does not do with a hand-over.
         self._drops_decode, self._drops_prefill = config.role != "prefill", config.role != "decode"
 
-    async def read(self, request: Request, model: type[Body], *, spends: bool) -> Body:
+    async def read(self, request: Request, model: type[Body], *, spends: bool, loads: bool) -> Body:
         """Return the body. Unknown fields and dropped hints are named in a header, or refused with --strict-fields."""
         state: RequestState = request.scope[STATE]
         if spends and state.account is not None:
@@ -323,6 +323,17 @@ class RequestReader:
             await self._bodies.turns.take()
             IS_LARGE.set(is_large(raw))
             body = await self._bodies.read(model, raw) if IS_LARGE.get() else self._bodies.read_small(model, raw)
+        names = await self._use_model(request, body) if loads else body.ignored_fields()
+        transfer = getattr(body, "kv_transfer_params", None)
+        if transfer is not None and self._drops(transfer):
+            names.append("kv_transfer_params")
+        if names:
+            self._report(state, model, names)
+        return body
+
+    async def _use_model(self, request: Request, body: RequestBody) -> list[str]:
+        """Load the model that the body names, and return the fields without effect there."""
+        state: RequestState = request.scope[STATE]
         entry = self._models.find(getattr(body, "model", None))
         if entry.is_ready:
             parts = await self._models.use(entry, state)
@@ -331,13 +342,7 @@ class RequestReader:
             loading = self._models.use(entry, state) if is_silent else self._commented(request, entry)
             parts = await unless_disconnected(request.receive, loading)
         find = partial(body.without_effect, parts.model.limits)
-        names = await run_slowly(find) if IS_LARGE.get() else find()
-        transfer = getattr(body, "kv_transfer_params", None)
-        if transfer is not None and self._drops(transfer):
-            names.append("kv_transfer_params")
-        if names:
-            self._report(state, model, names)
-        return body
+        return await run_slowly(find) if IS_LARGE.get() else find()
 
     async def _commented(self, request: Request, entry: Any) -> Any:
         """Return a model's parts once it is loaded; meanwhile the request's stream has begun, with comments."""

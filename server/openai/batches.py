@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import FileResponse, Response
 
 from engine.core.shown import shorten
-from server.answers.parts import InConfig, InModel, InOwner
+from server.answers.parts import InConfig, InModels, InOwner
 from server.batches.dispatch import new_file_id
 from server.batches.folder import NewFile
 from server.batches.objects import (
@@ -56,8 +56,8 @@ InBatches = Annotated[BatchService, Depends(_batches)]
 
 @router.post("/v1/batches")
 async def create_batch(
-    body: Annotated[BatchBody, Depends(json_body(BatchBody))],
-    model: InModel,
+    body: Annotated[BatchBody, Depends(json_body(BatchBody, loads=False))],
+    models: InModels,
     batches: InBatches,
     owner: InOwner,
 ) -> Batch:
@@ -76,7 +76,7 @@ async def create_batch(
     batch = Batch(
         id=f"batch_{uuid.uuid4().hex}",
         endpoint=body.endpoint,
-        model=model.names[0],
+        model=models.find(None).name,
         input_file_id=file.id,
         completion_window=body.completion_window,
         status=BatchStatus.VALIDATING,

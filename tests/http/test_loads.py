@@ -259,12 +259,16 @@ def test_a_batch_loads_its_models_and_one_that_fails_holds_up_no_other(tmp_path:
     world = World(keep=("a",), data_dir=tmp_path)
     world.gate.close()
     with world.serving() as client:
-        left = start_batch(client, "aab")
+        left = start_batch(client, "abb")
     world = World(data_dir=tmp_path)
     with world.serving() as client:  # without a model that is loaded, and nobody asks for one
         assert counts(client, left) == {"total": 3, "completed": 3, "failed": 0}
         world.broken = ModelLoadError("the file is short")
-        assert counts(client, start_batch(client, "c" * 40 + "a")) == {"total": 41, "completed": 1, "failed": 40}
+        assert counts(client, start_batch(client, "c" * 40 + "b")) == {"total": 41, "completed": 1, "failed": 40}
+    world = World(data_dir=tmp_path)
+    with world.serving() as client:
+        assert counts(client, start_batch(client, "b")) == {"total": 1, "completed": 1, "failed": 0}
+    assert world.loads == ["b"], "the batch itself needs no model"
 
 
 def test_a_stop_ends_a_load() -> None:
