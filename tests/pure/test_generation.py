@@ -32,6 +32,9 @@ class Bytes:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(token_ids).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
 
 class Engine:
     """Takes notes; refuses more than `room` requests at once."""
