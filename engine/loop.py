@@ -326,7 +326,7 @@ class Engine:
         """Launch a step, commit the oldest."""
         events.entries += self._scheduler.drop_hopeless(self.clock())
         self._image_s = 0.0
-        plan = self._scheduler.plan(self.clock()) if self._has_room() else None
+        plan = self._scheduler.plan(self.clock()) if not self._launched or self._has_room() else None
         if plan is not None:
             if self._contents is not None:
                 self._contents.flush()  # blocks are lost before they are written again
@@ -348,11 +348,11 @@ class Engine:
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
 
     def _has_room(self) -> bool:
-        """Return whether a step may be planned: beside one that has paused in a long text, one with others.
+        """Return whether one more step may be planned: beside one that has paused in a long text, one with others.
 
         Then that goes on for as long as the other one took, so it takes at most twice its time.
         """
-        if not self._launched or not self._launched[0].step.may_pause:
+        if not self._launched[0].step.may_pause:
             return True
         return self._scheduler.has_long and len(self._launched) == 1 and self._owed_s <= 0
 
@@ -417,8 +417,9 @@ class Engine:
             self._deliver(events)
 
     def _take_in(self, messages: list[InboxMessage]) -> list[TokenEvent]:
-        self._note_open(messages)
         events: list[TokenEvent] = []
+        if messages:
+            self._note_open(messages)
         for message in messages:
             if isinstance(message, Submission):
                 self._scheduler.add(message.request)

@@ -12,29 +12,32 @@ from itertools import chain
 
 from engine.core.budget import Load
 from engine.core.sequence import Sequence
-from engine.core.step import Chunk, KnownId, RowStart, Sample, StateMove, StepPlan, TableEntry
+from engine.core.step import Chunk, KnownId, Pairs, RowStart, Sample, StateMove, StepPlan, TableEntry
 
 _NO_LOAD = Load()
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """What a plan will carry, its sequences by slice, and the children of those that fork."""
+    """What a plan will carry, its sequences by slice, and the children of those that fork.
+
+    What steps of decodes do without is a tuple, as in the plan: nothing is made of it while it is empty.
+    """
 
     positions: list[int] = field(default_factory=list)  # the first of each slice
     sequences: list[Sequence] = field(default_factory=list)
     slots: tuple[int, ...] = ()  # of those that decode
     choices: list[tuple[str, int]] = field(default_factory=list)  # of those that decode: (request id, choice)
-    chunks: list[Chunk] = field(default_factory=list)
-    rows: list[RowStart] = field(default_factory=list)
-    entries: list[TableEntry] = field(default_factory=list)
-    ids: list[KnownId] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    states: list[StateMove] = field(default_factory=list)
-    replays: list[tuple[int, int]] = field(default_factory=list)
+    chunks: tuple[Chunk, ...] = ()
+    rows: tuple[RowStart, ...] = ()
+    entries: tuple[TableEntry, ...] = ()
+    ids: tuple[KnownId, ...] = ()
+    copies: Pairs = ()
+    states: tuple[StateMove, ...] = ()
+    replays: Pairs = ()
     children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    swap_out: Pairs = ()
+    swap_in: Pairs = ()
     num_drafts: dict[int, int] = field(default_factory=dict)  # by slice index
     arrivals: dict[Sequence, int] = field(default_factory=dict)  # whose blocks it loads, and their positions before
     num_decodes: int = 0  # the first slices: one token each, which is sampled from
@@ -45,27 +48,29 @@ class InFlightStep:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decodes + sum([chunk.num_tokens for chunk in self.chunks])
+        num_tokens = self.num_decodes
+        for chunk in self.chunks:
+            num_tokens += chunk.num_tokens
+        return num_tokens
 
     def plan(self) -> StepPlan:
         """Return the plan, which nothing changes from now on."""
-        num_decodes = self.num_decodes
         return StepPlan(
-            step_id=self.step_id,
-            num_tokens=self.num_tokens,
-            num_samples=self.num_samples,
-            slots=self.slots,
-            positions=tuple(self.positions[:num_decodes]),
-            chunks=tuple(self.chunks),
-            rows=tuple(self.rows),
-            entries=tuple(self.entries),
-            ids=tuple(self.ids),
-            copies=tuple(self.copies),
-            swap_out=tuple(self.swap_out),
-            swap_in=tuple(self.swap_in),
-            drafts=tuple(self.num_drafts.items()),
-            states=tuple(self.states),
-            replays=tuple(self.replays),
+            self.step_id,
+            self.num_tokens,
+            self.num_samples,
+            self.slots,
+            tuple(self.positions[: self.num_decodes]),
+            self.chunks,
+            self.rows,
+            self.entries,
+            self.ids,
+            self.copies,
+            self.swap_out,
+            self.swap_in,
+            tuple(self.num_drafts.items()),
+            self.states,
+            self.replays,
         )
 
     def sizes(self, index: int) -> tuple[int, int, int]:
@@ -93,14 +98,14 @@ class InFlightStep:
 
     def add_loads(self, seq: Sequence, blocks: list[tuple[int, int]]) -> None:
         """Load blocks, (host block, block), of a sequence that was just admitted."""
-        self.swap_in += blocks
+        self.swap_in += tuple(blocks)
         self.arrivals[seq] = seq.kv.num_published * seq.kv.block_size
 
     def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
         """Add a slice of `count` known positions of a sequence; `samples` are taken from the last."""
         wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
         self.add_row(seq)
-        self.chunks.append(Chunk(seq.slot, start, count, samples, -1 if wants is None else wants))
+        self.chunks += (Chunk(seq.slot, start, count, samples, -1 if wants is None else wants),)
         self.positions.append(start)
         self.sequences.append(seq)
         self.num_samples += len(samples)
@@ -108,18 +113,18 @@ class InFlightStep:
     def add_row(self, seq: Sequence) -> None:
         """Add what the runner lacks of a sequence's row: its ids and tables, if it has to begin it, and its state."""
         if not seq.has_row:
-            self.rows.append(seq.start_row())
+            self.rows += (seq.start_row(),)
         state = seq.kv.state
         if state.is_moved:
             state.is_moved = False
-            self.states.append(StateMove(seq.slot, tuple(state.source), tuple(state.slot)))
+            self.states += (StateMove(seq.slot, tuple(state.source), tuple(state.slot)),)
         if state.num_behind:
-            self.replays.append((seq.slot, state.num_behind))
+            self.replays += ((seq.slot, state.num_behind),)
             state.num_behind = 0
 
     def add_beam(self, seq: Sequence, position: int) -> None:
         """Add a beam's last token, which the search has chosen."""
-        self.ids.append(KnownId(seq.slot, position, seq.tokens[position]))
+        self.ids += (KnownId(seq.slot, position, seq.tokens[position]),)
 
 
 def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:

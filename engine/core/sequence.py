@@ -123,6 +123,7 @@ class Sequence:
     account: Account
     request_id: str = field(init=False)
     params: Params = field(init=False)
+    is_background: bool = field(init=False)
     status: Status = Status.WAITING
     # Places in the queues: among those that wait, by policy and arrival, and among those that run.
     order: tuple[float, ...] = field(init=False)
@@ -152,7 +153,8 @@ class Sequence:
     history: History = field(default_factory=History)
 
     def __post_init__(self, key: float, block_size: int) -> None:
-        self.request_id, self.params = self.request.request_id, self.request.params
+        request = self.request
+        self.request_id, self.params, self.is_background = request.request_id, request.params, request.is_background
         self.order = (key, self.seq_id)
         self.place = (self.is_background, *self.order)
         self.tokens = list(self.request.prompt)
@@ -161,10 +163,6 @@ class Sequence:
         self.ending_ids = self.params.eos_token_ids | self.params.stop_token_ids
         self.kv = SequenceKV(block_size, self.first_names.copy())
         self.is_forked = self.params.num_sequences == 1
-
-    @property
-    def is_background(self) -> bool:
-        return self.request.is_background
 
     def move(self, status: Status) -> None:
         """Change the state, along the arrows above only."""

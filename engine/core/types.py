@@ -339,6 +339,11 @@ class StepEvents:
             else:
                 yield from entry
 
+    def is_plain(self, num_tokens: int) -> bool:
+        """Return whether these are so many tokens of sequences that go on, and nothing else."""
+        entries = self.entries
+        return len(entries) == 1 and isinstance(entries[0], PlainTokens) and len(entries[0].indices) == num_tokens
+
     @property
     def ends(self) -> Iterator[TokenEvent]:
         """Return the terminal events."""

@@ -210,7 +210,7 @@ class WindowGroup(Group):
         if num_new > 0:
             table += self.pool.alloc_many(num_new, after=table[-1] if table else NO_BLOCK)
             slot, group = seq.slot, self.number
-            step.entries += [(slot, group, at, table[at]) for at in range(num_before, len(table))]
+            step.entries += tuple([(slot, group, at, table[at]) for at in range(num_before, len(table))])
 
     def extend(self, seq: Sequence, step: InFlightStep, *, is_copied: bool) -> None:
         """Make the next position writable, in a copy of the last block if others hold that."""
@@ -218,12 +218,12 @@ class WindowGroup(Group):
         if is_copied:
             source, table[-1] = table[-1], self.pool.alloc()
             self.pool.free(source)
-            step.copies.append((source, table[-1]))
+            step.copies += ((source, table[-1]),)
         elif len(table) < len(seq.kv.blocks):  # by one: the tables of a sequence that decodes are equally long
             table.append(self.pool.alloc(after=table[-1] if table else NO_BLOCK))
         else:
             return
-        step.entries.append((seq.slot, self.number, len(table) - 1, table[-1]))
+        step.entries += ((seq.slot, self.number, len(table) - 1, table[-1]),)
 
     def publish(self, seq: Sequence, num_known: int) -> None:
         """Make those of the full blocks of known, computed positions findable that the table still has."""

@@ -16,6 +16,7 @@ from engine.core.in_flight import InFlightStep
 from engine.core.kv.prefix_cache import BlockIndex, name_block
 from engine.core.page_table import NO_BLOCK, Ticket, blocks_for
 from engine.core.sequence import Sequence
+from engine.core.step import Pairs
 
 
 class HostTier(BlockIndex):
@@ -90,11 +91,11 @@ class HostTier(BlockIndex):
             if self.content(host) is None and not self.pool.is_held(host):
                 self._due.pop(host, None)
 
-    def take_due(self) -> list[tuple[int, int]]:
+    def take_due(self) -> Pairs:
         """Return the copies that the next plan makes, as (block of the pool, host block)."""
         if not self._due:
-            return []
-        due = [(block, host) for host, block in self._due.items()]
+            return ()
+        due = tuple([(block, host) for host, block in self._due.items()])
         self._num_copies.update(self._due.keys())
         self._due.clear()
         return due

@@ -265,8 +265,8 @@ class KVCacheManager:
             else:
                 copied, blocks[-1] = blocks[-1], pool.alloc()
                 pool.free(copied)
-                step.copies.append((copied, blocks[-1]))
-            step.entries.append((seq.slot, 0, len(blocks) - 1, blocks[-1]))
+                step.copies += ((copied, blocks[-1]),)
+            step.entries += ((seq.slot, 0, len(blocks) - 1, blocks[-1]),)
         kv.shares_tail, kv.writable_until = False, len(blocks) * self.block_size
         if self._others:
             for group in self._others:

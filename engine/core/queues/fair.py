@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 
+from engine.core.in_flight import InFlightStep
 from engine.core.queues.keyed import KeyedQueue, by_order, priority
 from engine.core.sequence import Account, Sequence
 from engine.core.types import Request
@@ -110,8 +111,8 @@ class FairQueue(KeyedQueue):
     def stopped(self, seq: Sequence) -> None:
         seq.account.num_running -= 1
 
-    def charge(self, sequences: Iterable[Sequence]) -> None:
-        for seq in sequences:
+    def charge(self, step: InFlightStep) -> None:
+        for seq in step.all_sequences:
             drawn = len(seq.tokens) - seq.num_charged
             if drawn > 0:
                 seq.num_charged += drawn

@@ -8,9 +8,10 @@ no request can be overtaken for longer than its handicap. Therefore priority doe
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
+from engine.core.in_flight import InFlightStep
 from engine.core.sequence import Account, Sequence
 from engine.core.types import Request
 
@@ -83,7 +84,7 @@ class KeyedQueue:
     def stopped(self, seq: Sequence) -> None:
         """Note that a sequence runs no more."""
 
-    def charge(self, sequences: Iterable[Sequence]) -> None:
+    def charge(self, step: InFlightStep) -> None:
         """Charge the tokens that a committed step sampled."""
 
     def arrange(self, running: list[Sequence]) -> None:

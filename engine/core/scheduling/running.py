@@ -134,7 +134,8 @@ class RunningQueue:
 
     def due(self, limit: int) -> list[Sequence]:
         """Return the best running sequences that can be planned; background work pauses for other work."""
-        due = self.running[: len(self.running) - (self.num_background if self.has_foreground else 0)]
+        num_background = self.num_background
+        due = self.running[: len(self.running) - (num_background if num_background and self.has_foreground else 0)]
         if len(due) <= limit:
             return due
         return [seq for seq in due if not seq.is_waiting][:limit]

@@ -223,6 +223,7 @@ class Scheduler:
             self._decoding = list(step.sequences)
             self._decoding_slots = tuple([seq.slot for seq in step.sequences])
             self._decoding_choices = [(seq.request_id, seq.choice) for seq in step.sequences]
+            self._queue.update_gauges()
         step.slots, step.choices = self._decoding_slots, self._decoding_choices
         # Some may have been preempted meanwhile: the beams of a search are preempted together.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
@@ -329,14 +330,16 @@ class Scheduler:
         if is_oldest:
             self._committed_s = now
         prompts = step.load if step.load.num_prompt_tokens else None
-        self._budget.observe(prompts, step.positions, sum(step.num_drafts.values()), seconds)
+        num_drafts = sum(step.num_drafts.values()) if step.num_drafts else 0
+        self._budget.observe(prompts, step.positions, num_drafts, seconds)
         self.kv.committed(step)
         for seq in step.arrivals:
             self._output.settle(seq)
         events = self._output.process(step, result, now)
-        self._queue.foreground.charge(step.all_sequences)
-        self._recorder.stepped(step, now)
-        self._queue.update_gauges()
+        self._queue.foreground.charge(step)
+        self._recorder.stepped(step, plan.num_tokens, now)
+        if step.entries or step.chunks or not events.is_plain(step.num_decodes):  # else no block came or went
+            self._queue.update_gauges()
         return events
 
     @property

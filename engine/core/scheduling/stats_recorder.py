@@ -97,9 +97,10 @@ class StatsRecorder:
             self._stats.ttft_s.observe(now - seq.request.arrival_s)
         return self.finished(seq, reason, now, 1, num_tokens)
 
-    def stepped(self, step: InFlightStep, now: float) -> None:
+    def stepped(self, step: InFlightStep, num_tokens: int, now: float) -> None:
         """Count a committed step: of background work, or of all other, never of both."""
-        stats, is_background = self._stats, next(step.all_sequences).is_background
+        stats = self._stats
+        is_background = (step.sequences[0] if step.sequences else next(step.all_sequences)).is_background
         for previous, times in self.gaps.items():
             if not is_background:
                 stats.itl_s.observe(now - previous, times)
@@ -107,7 +108,7 @@ class StatsRecorder:
         self.gaps.clear()
         stats.steps += 1
         stats.background_steps += is_background
-        stats.step_tokens.observe(step.num_tokens)
+        stats.step_tokens.observe(num_tokens)
         stats.step_sequences.observe(len(step.sequences))
         if step.swap_out or step.swap_in:
             stats.swapped_blocks[SwapDirection.OUT] += len(step.swap_out)

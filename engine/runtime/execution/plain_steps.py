@@ -93,8 +93,10 @@ class PlainSteps:
         """Return whether a plan is such a step: without drafts, and it moves no blocks."""
         if not plan.num_tokens or plan.drafts or plan.replays or plan.copies or plan.swap_out or plan.swap_in:
             return False
-        is_odd = any(chunk.slot in self._others or len(chunk.samples) > 1 for chunk in plan.chunks)
-        return not is_odd and self._others.isdisjoint(plan.slots)
+        for chunk in plan.chunks:
+            if chunk.slot in self._others or len(chunk.samples) > 1:
+                return False
+        return not self._others or self._others.isdisjoint(plan.slots)
 
     def compute(self, plan: StepPlan, rows: Rows) -> PlainStep:
         """Compute a step, all steps before which are known."""
