@@ -184,9 +184,9 @@ class StepBudget:
         self.beside = Beside(0.0, config.target_itl_s)
         self._num_skipped = 0  # steps without prompts since one was observed
 
-    def begin(self, *, has_foreground: bool) -> Allowance:
-        """Return the allowance of the next step, which is smaller if it is of background work alone."""
-        return Allowance(self, self._limit if has_foreground else -(-self._limit // BACKGROUND_SHARE))
+    def limit(self, *, has_foreground: bool) -> int:
+        """Return the tokens of the next step, which are fewer if it is of background work alone."""
+        return self._limit if has_foreground else -(-self._limit // BACKGROUND_SHARE)
 
     @property
     def is_reduced(self) -> bool:
@@ -208,28 +208,16 @@ class StepBudget:
 
 
 class Allowance:
-    """The rest of one step's budget: tokens, and seconds if those are limited."""
+    """The rest of one step's budget behind its decodes: tokens, and seconds if those are limited."""
 
-    __slots__ = ("_budget", "_decodes", "_held_s", "_load", "_num_held", "num_tokens", "seconds")
+    __slots__ = ("_budget", "_held_s", "_num_held", "load", "num_tokens", "seconds")
 
-    def __init__(self, budget: StepBudget, num_tokens: int) -> None:
+    def __init__(self, budget: StepBudget, limit: int, decodes: abc.Collection[int] = ()) -> None:
+        """`decodes` are positions, of a token each."""
         self._budget = budget
-        self._decodes: abc.Collection[int] = ()
-        self._load: Load | None = None
+        self.load = decode_load(decodes)  # what the step computes so far
         self._num_held, self._held_s = 0, 0.0
-        self.num_tokens, self.seconds = num_tokens, inf
-
-    def take_decodes(self, positions: abc.Collection[int]) -> None:
-        """Subtract the tokens of decodes, one each."""
-        self._decodes = positions
-        self.num_tokens -= len(positions)
-
-    @property
-    def load(self) -> Load:
-        """Return what the step computes so far; counted on the first call, since most steps only decode."""
-        if self._load is None:
-            self._load = decode_load(self._decodes)
-        return self._load
+        self.num_tokens, self.seconds = limit - len(decodes), inf
 
     def begin_prompts(self, *, holds_back: bool) -> None:
         """Start with the prompts; `holds_back` keeps a part for long ones until `release`."""
@@ -270,7 +258,7 @@ class Allowance:
         excess = max(count - self.num_tokens, 0)  # of an atomic span that is computed alone
         self._num_held = max(self._num_held - excess, 0)
         self.num_tokens += excess - count
-        self._load = self.load.with_chunk(start, count, num_states=self._budget.num_states, num_vectors=num_vectors)
+        self.load = self.load.with_chunk(start, count, num_states=self._budget.num_states, num_vectors=num_vectors)
 
     def long_s(self, long: abc.Sequence[Sequence], now: float) -> float:
         """Return the seconds that long prompts may take, beside decodes and short prompts."""

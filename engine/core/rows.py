@@ -71,9 +71,9 @@ class Rows:
         for known in plan.ids:
             self._set(known)
 
-    def text(self, slot: int) -> list[int]:
-        """Return a row's ids, to which those that are drawn are appended."""
-        return self._rows[slot][-1]
+    def texts(self, slots: abc.Iterable[int]) -> list[list[int]]:
+        """Return the ids of rows, to which those that are drawn are appended."""
+        return [self._rows[slot][-1] for slot in slots]
 
     def follow(self, plan: StepPlan) -> list[SequenceSlice]:
         """Begin rows, and return the plan's slices."""

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from engine.arbiter import Arbiter
-from engine.core.budget import SHARE, Beside, StepBudget, decode_load
+from engine.core.budget import SHARE, Allowance, Beside, StepBudget, decode_load
 from engine.core.config import SchedulerConfig
 from engine.core.errors import EngineDeadError
 from engine.core.scheduling.scheduler import Scheduler
@@ -113,13 +113,13 @@ def test_prompts_beside_streams_of_another_model_are_held_to_a_share_of_their_ti
     load = decode_load(())
     for count in (8, 16, 24, 32, 40, 48, 56, 64) * 20:
         budget.observe(load.with_chunk(0, count), [0], 0, 0.001 + 0.001 * count)
-    assert budget.begin(has_foreground=True).prompt(0, 64, ()) == 64
+    assert Allowance(budget, budget.limit(has_foreground=True)).prompt(0, 64, ()) == 64
     budget.beside = Beside(0.05, None)
-    allowance = budget.begin(has_foreground=True)
+    allowance = Allowance(budget, budget.limit(has_foreground=True))
     allowance.begin_prompts(holds_back=False)
     assert 10 <= allowance.prompt(0, 64, ()) <= 20  # 0.32 of 51 ms
     budget.beside = Beside(0.05, 0.1)
-    allowance = budget.begin(has_foreground=True)
+    allowance = Allowance(budget, budget.limit(has_foreground=True))
     allowance.begin_prompts(holds_back=False)
     assert 33 <= allowance.prompt(0, 64, ()) <= 42  # 90 ms less 51
 

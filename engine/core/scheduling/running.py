@@ -26,6 +26,7 @@ class RunningQueue:
 
     def __init__(self, recorder: StatsRecorder, config: SchedulerConfig) -> None:
         self.foreground, self.background = make_queue(config.policy), make_queue(config.policy)
+        self.may_yield = self.foreground.may_yield  # the policy may name victims for a waiting sequence
         self.running: list[Sequence] = []
         self.parked: dict[Sequence, None] = {}  # wait for transfers, outside the order of admission
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
@@ -101,11 +102,6 @@ class RunningQueue:
         if num_background := self.num_background:
             return self.running[len(self.running) - num_background :][::-1]
         return self.foreground.victims(self.running, seq)
-
-    @property
-    def may_yield(self) -> bool:
-        """Return whether the policy may name victims for a waiting sequence."""
-        return self.foreground.may_yield
 
     @property
     def has_takeable(self) -> bool:

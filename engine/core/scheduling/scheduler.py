@@ -133,8 +133,7 @@ class Scheduler:
         if not self.kv.has_blocks_for(len(self._queue.running)):
             self._queue.foreground.arrange(self._queue.running)  # some may be preempted
         step = InFlightStep(planned_s=now)
-        allowance = self._budget.begin(has_foreground=self._queue.has_foreground)
-        limit = allowance.num_tokens
+        limit = self._budget.limit(has_foreground=self._queue.has_foreground)
         if self._queue.may_yield:
             self._admit_first(now, step)
         due, urgent = self._queue.due(limit), None
@@ -144,9 +143,10 @@ class Scheduler:
         if self._queue.num_with_spans:
             due, urgent = self._make_room(due, limit)
         catching_up = self._plan_decodes(step, due)
-        allowance.take_decodes(step.positions)
-        admits = (self.kv.has_slot or self._queue.has_takeable) and self._queue.first_waiting is not None
-        if allowance.num_tokens and (catching_up or admits):
+        admits = self._queue.first_waiting is not None and (self.kv.has_slot or self._queue.has_takeable)
+        allowance: Allowance | None = None
+        if limit > step.num_decodes and (catching_up or admits):
+            allowance = Allowance(self._budget, limit, step.positions)
             prompts = PromptPlan(self.kv, self._queue, step, allowance, self.missing, in_order=self._budget.is_reduced)
             prompts.resume(catching_up, urgent)
             if admits:
@@ -157,7 +157,10 @@ class Scheduler:
             self.kv.dropped(step)  # sequences were admitted and preempted again
             is_stuck = catching_up and not self._in_flight and not self.missing.digests
             return self._plan_without_last(now) if is_stuck else None
-        return self._launch(step, allowance)
+        if self._drafts is not None:
+            allowance = allowance or Allowance(self._budget, limit, step.positions)
+            self._drafts.plan(step, allowance, len(self._queue.running))
+        return self._launch(step)
 
     def _plan_without_last(self, now: float) -> StepPlan | None:
         """Preempt the last of several prompts that wait for each other's blocks, and return the next step.
@@ -189,10 +192,8 @@ class Scheduler:
         waiting = set(decodes[num_decodes:]) if self._made_room else ()
         return [seq for seq in due if seq not in waiting], urgent
 
-    def _launch(self, step: InFlightStep, allowance: Allowance) -> StepPlan:
+    def _launch(self, step: InFlightStep) -> StepPlan:
         """Complete a step and return it as a plan; from here on it is in flight."""
-        if self._drafts is not None:
-            self._drafts.plan(step, allowance, len(self._queue.running))
         if self.config.num_host_blocks:
             step.swap_out = self.tiers.host.take_due()
         step.step_id = self._next_step_id

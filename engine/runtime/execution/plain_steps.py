@@ -100,10 +100,10 @@ class PlainSteps:
 
     def compute(self, plan: StepPlan, rows: Rows) -> PlainStep:
         """Compute a step, all steps before which are known."""
-        args, drawn = self._args, [rows.text(slot) for slot in plan.slots]
+        args, drawn = self._args, rows.texts(plan.slots)
         numbers, known = array("q", plan.slots + plan.positions), [text[-1] for text in drawn]
         for chunk in plan.chunks:
-            text = rows.text(chunk.slot)
+            [text] = rows.texts((chunk.slot,))
             numbers.extend((chunk.slot, chunk.start, chunk.num_tokens, len(chunk.samples)))
             known += text[chunk.start : chunk.start + chunk.num_tokens]
             if chunk.samples:

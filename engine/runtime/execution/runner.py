@@ -185,7 +185,8 @@ class ModelRunner:
             self._images.follow(plan.rows)
         if plain is None:
             return self._launch(plan, changes, batches)
-        plain.follow(plan.rows)
+        if plan.rows:
+            plain.follow(plan.rows)
         is_observed = self.heads is not None and not (self.heads.is_idle and plan.slots)  # a prompt ends its idle time
         if is_observed or not plain.takes(plan):
             return self._launch(plan, changes, batches)
