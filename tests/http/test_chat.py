@@ -53,6 +53,10 @@ def test_the_rest_of_the_context_unless_asked_otherwise(post: Post) -> None:
     assert endless["usage"]["total_tokens"] == 512
     assert post(PATH, messages=HELLO, max_completion_tokens=2)["choices"][0]["message"]["content"] == "he"
     assert post(PATH, messages=HELLO, max_tokens=2)["choices"][0]["message"]["content"] == "he"
+    long = [{"role": "user", "content": "x" * 600}]
+    for name in ("max_tokens", "max_completion_tokens"):
+        usage = post(PATH, messages=long, truncate_prompt_tokens=-1, **{name: 12})["usage"]
+        assert usage["prompt_tokens"] == 500
 
 
 def test_logprobs_carry_bytes(post: Post) -> None:

@@ -255,8 +255,3 @@ class ChatFields(SamplingFields, Conversation):
     @property
     def effort(self) -> str | None:
         return self.reasoning_effort
-
-    @property
-    def asked_max_tokens(self) -> int | None:
-        """The most tokens of an answer, where the request names them."""
-        return self.max_tokens

@@ -212,6 +212,11 @@ class SamplingFields(QueueFields, ConstraintFields):
                 )
 
     @property
+    def asked_max_tokens(self) -> int | None:
+        """The most tokens of an answer, where the request names them."""
+        return self.max_tokens
+
+    @property
     def beam_width(self) -> int:
         """The beams of a search; the n best of its answers are returned."""
         return self.n

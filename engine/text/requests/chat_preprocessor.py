@@ -271,7 +271,8 @@ def truncated(fields: SamplingFields, prompt: list[int], limits: ModelLimits, *,
         return prompt
     if has_images:
         _refuse("truncate_prompt_tokens", "truncate_prompt_tokens may cut an image in two; leave it out.")
-    room = limits.max_model_len - (1 if fields.max_tokens is None else fields.max_tokens)
+    asked = fields.asked_max_tokens
+    room = limits.max_model_len - (1 if asked is None else asked)
     return prompt[-(keep if keep > 0 else max(room, 1)) :]
 
 
