@@ -57,6 +57,7 @@ class PromptOnlyBody(EngineBody):
         ),
         **dict.fromkeys(("activation", "softmax"), Refused((True,), "send use_activation")),
         "raw_scores": Refused((False,), "send use_activation"),
+        **dict.fromkeys(("instruct", "instruction"), Refused(("",), "put it into the text")),
     }
 
     add_special_tokens: bool = Field(True, description="Whether the tokenizer adds its special tokens, such as BOS.")
@@ -144,8 +145,10 @@ class EmbeddingBody(PromptOnlyBody):
         "endianness": Refused(("native", "little")),
         "late_chunking": Refused((False,), "each input is read alone"),
         "messages": NO_MESSAGES,
+        "normalized": Refused((), "send normalize"),
         "output_dimension": Refused((), "send dimensions"),
         "prompt_name": Refused((), "send input_type"),
+        "task": Refused(("embed",), "send input_type"),
         "use_activation": Refused((True,)),
     }
 
@@ -215,7 +218,7 @@ class PoolingBody(EmbeddingBody):
     """The request; a classifier's vectors have the scores of its labels."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
-        name: each for name, each in EmbeddingBody.UNSUPPORTED.items() if name != "use_activation"
+        name: each for name, each in EmbeddingBody.UNSUPPORTED.items() if name not in ("task", "use_activation")
     }
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(

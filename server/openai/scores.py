@@ -216,6 +216,7 @@ class RerankBody(ScoringBody):
         "max_chunks_per_doc": Refused((), "send truncate_prompt_tokens"),
         "max_tokens_per_doc": Refused((), "send truncate_prompt_tokens"),
         "rank_fields": Refused((["text"],)),
+        "top_k": Refused((), "send top_n"),
     }
 
     query: str = Field(description="What is looked for.")
