@@ -25,7 +25,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -65,15 +65,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not find_spec("torch"):
         return
     from engine.runtime.native import build
+    from tests.cpu.tile_model import known_to_build
 
     compiler = build.find_compiler()
-    if compiler is None or all(map(build.installed_library, build.all_names())):
+    if compiler is None:
         return
+
+    def compile_missing(names: Iterable[str]) -> None:
+        build.compile_libraries(compiler, [name for name in names if build.installed_library(name) is None])
+
     build._TIME_LIMIT_S = 24 * 3600  # a daemon that starts gives up sooner
     try:  # all that the wheel has, because libraries that are compiled together share most of their files
-        with suppress(RuntimeError):  # an old compiler does not know them all
-            build.compile_libraries(compiler, build.all_names())
-        build.compile_libraries(compiler, ["portable", *(isa.name.lower() for isa in build.machine_isas())])
+        with suppress(RuntimeError), known_to_build():  # an old compiler does not know them all
+            compile_missing(build.all_names())
+        compile_missing(["portable", *(isa.name.lower() for isa in build.machine_isas())])
     except RuntimeError as error:
         pytest.exit(f"the native library does not compile: {error}", returncode=1)
 

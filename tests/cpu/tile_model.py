@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -15,19 +17,30 @@ from engine.runtime.native.build import Isa
 from engine.runtime.native.library import Library
 
 _HERE = Path(__file__).parent
+_NAME = f"tile_model_{sha256((_HERE / 'tile_model.h').read_bytes()).hexdigest()[:16]}"
+
+
+@contextmanager
+def known_to_build() -> Iterator[None]:
+    """Make the library with the model one of all libraries, if it runs here: so tests/conftest.py compiles it with them."""
+    if Isa.AVX512BF16 not in build.machine_isas():
+        yield
+        return
+    digest, options = build.source_digest(), {_NAME: f"{build._AVX512BF16} -DTILE_MODEL"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPATH", str(_HERE))
+        patch.setattr(build, "_OPTIONS", {"x86_64": build._OPTIONS["x86_64"] | options})
+        patch.setattr(build, "_USED_BY", {**build._USED_BY, "TILE_MODEL": build._USED_BY["amx"]})
+        patch.setattr(build, "source_digest", lambda *_: digest)  # the others keep their names
+        yield
 
 
 @cache
 def tile_model() -> Library:
-    """Return the library with the model in place of instructions, compiled once; skip a test where it cannot be."""
-    digest = sha256((_HERE / "tile_model.h").read_bytes()).hexdigest()[
-        :16
-    ]  # part of the options, which name the library
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CPATH", str(_HERE))
-        patch.setattr(build, "_OPTIONS", {"x86_64": {"amx": f"{build._AVX512BF16} -DTILE_MODEL=0x{digest}"}})
-        patch.setattr(build, "source_digest", build.source_digest.__wrapped__)
-        [path] = build.compile_libraries(_compiler(), ["amx"])
+    """Return the library with the model in place of instructions; skip a test where it cannot be."""
+    compiler = _compiler()
+    with known_to_build():
+        [path] = build.compile_libraries(compiler, [_NAME])
     return Library(str(path), Isa.AMX)
 
 
