@@ -35,7 +35,7 @@ def _settings(path: str | None) -> Iterator[Finding]:
     """Check everything that `quire serve` checks before it binds the port; weights are not read."""
     if path is None and not any(name.startswith(ENV_PREFIX) for name in os.environ):
         return
-    from server.serve import prepare_all
+    from server.plan import prepare_all
 
     try:
         settings = load_settings([] if path is None else ["--config", path])

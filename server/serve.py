@@ -1,7 +1,7 @@
 """Runs `quire serve`, from the settings to the end of the process.
 
-Settings and the files they name are checked first, then the port is bound. Torch is imported and weights are read on a
-thread, while the main thread makes the application, which answers 503 until they are there.
+Settings and the files they name are checked first (plan.py), then the port is bound. Torch is imported and weights are read
+on a thread (load.py), while the main thread makes the application, which answers 503 until they are there.
 Every fault before models are loaded is one sentence and an exit status: 2 for a wrong setting, 1 for anything else; the
 traceback is shown at --log-level debug. Torch stays behind build_engine.
 """
@@ -13,56 +13,38 @@ import faulthandler
 import gc
 import json
 import logging
-import os
 import shlex
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from engine.arbiter import Arbiter
-from engine.core.errors import ConfigError, NotWantedError, QuireError
-from engine.core.types import Progress
+from engine.core.errors import ConfigError, QuireError
 from engine.files.gguf_header import forget_headers
-from engine.settings.engine_config import EngineConfig
-from engine.settings.setting import to_flag
-from engine.sources.draft_source import fetch_models
-from engine.sources.model_source import check_embedded, check_tokenizer_source, fetch, find_model, local_path
-from engine.startup.ahead import WeightMemory, begin_weights, runs_on_cpu
-from engine.startup.model_check import ModelFacts, check_model
+from engine.sources.model_source import check_embedded, local_path
+from engine.startup.ahead import WeightMemory, begin_weights
 from engine.system.cache_folder import foreseen
-from engine.text.requests.default_sampling import check_sampling_source, default_sampling
-from server.answers.model_memory import Memory, check_sum, memory_limit, memory_of, pool_share
-from server.batches.folder import DataFolder
-from server.settings.app_config import AppConfig
-from server.settings.files import check_folder, read_setting_file
+from server.answers.model_memory import Memory, memory_limit
+from server.load import load_model
+from server.plan import Plan, prepare_all
 from server.settings.flags import load_settings, name_origins
-from server.settings.serve_config import ServeConfig
-from server.settings.settings import Settings
-from server.settings.tls import Tls, read_tls
 from server.telemetry.logs import configure_logging
-from server.telemetry.otlp_endpoint import find_endpoint
-from server.tenancy.tenancy import read_tenants
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from engine.handle import EngineFacts, EngineHandle
-    from engine.text.tokenizer import TextTokenizer
+    from engine.handle import EngineFacts
     from server.answers.models import LoadedModel
 
 log = logging.getLogger("quire.serve")
 
-_TURN_S = 0.0002  # with the usual 5 ms a load of 300 matrices waits a second for the GIL
-_SMALL_POOL = 1024  # tokens; a smaller pool is usually a mistyped --kv-cache-memory-bytes
 BACKLOG = 2048  # connections the kernel holds while the event loop is busy
 
 
@@ -128,157 +110,7 @@ def _explain(error: OSError, host: str, port: int) -> QuireError:
     return _PortError(f"{host}:{port} cannot be listened on: {error.strerror}.")
 
 
-class _Plan(NamedTuple):
-    """Everything that is known before the port is bound."""
-
-    serve: ServeConfig
-    engine: EngineConfig
-    app: AppConfig
-    model: ModelFacts
-    chat_template: str | None
-    tls: Tls | None
-    started_s: float
-    is_kept: bool = True
-    at_start: bool = True  # it is loaded then
-
-    @property
-    def name(self) -> str:
-        """Return the name that is reported."""
-        return self.app.served_model_names[0]
-
-    @property
-    def memory(self) -> Memory:
-        """Return what the model takes of the memory."""
-        return memory_of(self.engine, takes_images=self.model.takes_images)
-
-    @property
-    def hands_over(self) -> bool:
-        """Return whether K/V is handed over between daemons."""
-        return self.app.role != "both"
-
-
-def prepare_all(settings: Settings) -> list[_Plan]:
-    """Check every setting and the small files that settings name, without slow imports, for each model. Raises QuireError.
-
-    `quire doctor --config FILE` ends here.
-    """
-    settings.check_together()
-    plans = _together([_prepare(each) for each in settings.each or [settings]], settings.keep)
-    names = [
-        name
-        for plan in plans
-        for name in (*plan.app.served_model_names, *(each.name for each in plan.engine.lora_modules))
-    ]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"Two models have the name {twice!r}; give one another served-model-name.")
-    paths = [path for plan in plans for path in (plan.app.model, *(each.path for each in plan.engine.lora_modules))]
-    if odd := next((text for text in (*names, *paths) if text.encode(errors="replace").decode() != text), None):
-        raise ConfigError(f"{odd!r} is not UTF-8, and answers name it; give the file, or the model, another name.")
-    _check_shared(plans)
-    guards = [None, *(name for plan in plans for name in plan.app.served_model_names)]
-    if missing := [plan.app.guard for plan in plans if plan.app.guard not in guards]:
-        raise ConfigError(f"--guard is {missing[0]!r}, which is no model here; serve it beside this one.")
-    return plans
-
-
-def _check_shared(plans: list[_Plan]) -> None:
-    """Raise ConfigError if models on the CPU differ in what the process has once: kernels and threads."""
-    engines = [plan.engine for plan in plans if runs_on_cpu(plan.engine)]
-    for name in ("cpu_kernels", "portable_bits", "num_threads"):
-        if len({getattr(engine, name) for engine in engines}) > 1:
-            raise ConfigError(
-                f"{to_flag(name)} differs between models, but all models of a daemon compute with the same kernels and "
-                "threads; set it once, beside models."
-            )
-
-
-def _together(plans: list[_Plan], keep: Sequence[str]) -> list[_Plan]:
-    """Return the plans of models, those that are kept first; with their parts of the memory. Raises ConfigError."""
-    kept = {name for plan in plans for name in plan.app.keep}
-    called = [{*plan.app.served_model_names, plan.serve.model, plan.app.model} for plan in plans]
-    if unknown := next((name for name in keep if not any(name in each for each in called)), None):
-        known = ", ".join(plan.name for plan in plans)
-        raise ConfigError(f"--keep names {unknown!r}, which is no model here; the models are {known}.")
-    leave = bool(kept or plans[0].app.models_max or any(plan.app.idle_unload for plan in plans))
-    kept |= {plan.app.guard for plan in plans if plan.app.guard is not None}
-    stays = [not leave or bool(kept & names) for names in called]
-    if len(plans) > 1:
-        at_once = min(plans[0].app.models_max or len(plans), len(plans))
-        plans = [
-            plan._replace(engine=replace(plan.engine, most_pool_bytes=pool_share(at_once)))
-            if plan.engine.kv_cache_memory_bytes is None and runs_on_cpu(plan.engine)
-            else plan
-            for plan in plans
-        ]
-    plans = [
-        plan._replace(is_kept=stay, at_start=stay or not (any(stays) or index))
-        for index, (plan, stay) in enumerate(zip(plans, stays, strict=True))
-    ]
-    _check_memory(plans)
-    return plans
-
-
-def _check_memory(plans: Sequence[_Plan]) -> None:
-    """Raise ConfigError if the models that stay do not fit beside the largest of the others."""
-    if len(plans) == 1:
-        return
-    needs = {plan.name: plan.memory for plan in plans}
-    leaving = max((plan.name for plan in plans if not plan.is_kept), key=lambda name: needs[name].total, default=None)
-    at_once = {name: needs[name] for name in [*[plan.name for plan in plans if plan.is_kept], leaving] if name}
-    check_sum(at_once, memory_limit(plans[0].app.models_memory, [plan.engine for plan in plans]))
-
-
-def _prepare(settings: Settings) -> _Plan:
-    """Check the settings of one model."""
-    started_s = time.monotonic()
-    settings.check_together()
-    serve_config = settings.serve_config()
-    source = find_model(serve_config.model)
-    engine_config = settings.engine_config(source.path)
-    app_config = settings.app_config(source.path, source.name)
-    for module in engine_config.lora_modules:
-        if module.name in app_config.served_model_names:
-            raise ConfigError(
-                f"--lora-modules has {module.name}={module.path}, but that is the model's own name; choose another name."
-            )
-    find_endpoint(app_config, log.warning)
-    if app_config.tenants is not None:
-        read_tenants(app_config.tenants, app_config.api_keys)
-    if app_config.data_dir is not None:
-        DataFolder(app_config.data_dir).close()
-    offload_dir = None if engine_config.kv_offload_dir is None else Path(engine_config.kv_offload_dir)
-    check_folder("--kv-offload-config: folder", offload_dir)
-    check_folder("--kv-transfer-config: folder", app_config.kv_connector_dir)
-    if app_config.allowed_local_media_path is not None and not app_config.allowed_local_media_path.is_dir():
-        raise ConfigError(
-            f"--allowed-local-media-path is {str(app_config.allowed_local_media_path)!r}, which is no folder."
-        )
-    if serve_config.tokenizer is not None:
-        check_tokenizer_source(serve_config.tokenizer)
-    check_sampling_source(serve_config.generation_config, serve_config.override_generation_config)
-    if app_config.limit_mm_per_prompt is not None:
-        from engine.images import most_images
-
-        most_images(app_config.limit_mm_per_prompt)
-    if serve_config.hf_token is not None:
-        os.environ["HF_TOKEN"] = serve_config.hf_token  # the hub's library reads it there
-    chat_template = None if serve_config.chat_template is None else _read_template(serve_config.chat_template)
-    facts = check_model(engine_config, has_tokenizer=serve_config.tokenizer is not None)
-    tls = read_tls(serve_config)
-    return _Plan(serve_config, engine_config, app_config, facts, chat_template, tls, started_s)
-
-
-def _read_template(given: str) -> str:
-    """Return a chat template: a file's, or the text itself. Raises ConfigError."""
-    from engine.text.chat_template import ChatTemplate  # jinja2
-
-    is_text = "{%" in given or "{{" in given
-    text = given if is_text else read_setting_file("--chat-template", Path(given))
-    ChatTemplate(text, {})  # raises ConfigError for one that cannot be read
-    return text
-
-
-def _serve(plans: Sequence[_Plan], listener: socket.socket) -> int:
+def _serve(plans: Sequence[Plan], listener: socket.socket) -> int:
     plan = plans[0]  # of which all have what models share
     app_config = plan.app
     host, port = listener.getsockname()[:2]
@@ -315,7 +147,7 @@ def open_app(argv: Sequence[str]) -> FastAPI:
         return _make_app(plans, arbiter, loader, [load and load.result() for load in loads])
 
 
-def _begin(plans: Sequence[_Plan]) -> WeightMemory | None:
+def _begin(plans: Sequence[Plan]) -> WeightMemory | None:
     """Import FastAPI and torch, while memory for the weights of the first model gets its pages, which is returned.
 
     The HTTP side comes after torch, although it would answer sooner: then weights are packed beside its imports.
@@ -336,14 +168,14 @@ def _begin(plans: Sequence[_Plan]) -> WeightMemory | None:
 
 @contextmanager
 def _loading(
-    plans: Sequence[_Plan], arbiter: Arbiter | None, memory: WeightMemory | None
+    plans: Sequence[Plan], arbiter: Arbiter | None, memory: WeightMemory | None
 ) -> Iterator[tuple[ThreadPoolExecutor, list[Future[LoadedModel] | None]]]:
     """Load the models of the start on a thread, one after the other; stop them if the block raises."""
     is_over = Event()
     loader = ThreadPoolExecutor(1, "quire-loader")
     given = iter([memory])
     loads = [
-        loader.submit(_load, plan, arbiter, lambda: not is_over.is_set(), None, next(given, None))
+        loader.submit(load_model, plan, arbiter, lambda: not is_over.is_set(), None, next(given, None))
         if plan.at_start
         else None
         for plan in plans
@@ -360,7 +192,7 @@ def _loading(
 
 
 def _make_app(
-    plans: Sequence[_Plan],
+    plans: Sequence[Plan],
     arbiter: Arbiter | None,
     loader: ThreadPoolExecutor,
     loads: Sequence[LoadedModel | Future[LoadedModel] | None],
@@ -374,7 +206,7 @@ def _make_app(
     for plan, load in zip(plans, loads, strict=True):
         entry = Entry(
             config=plan.app,
-            load=partial(_load, plan, arbiter),
+            load=partial(load_model, plan, arbiter),
             adapters=[module.name for module in plan.engine.lora_modules],
             is_kept=plan.is_kept,
             memory=plan.memory if arbiter else Memory(),
@@ -382,71 +214,6 @@ def _make_app(
         )
         served.append((entry, None if isinstance(load, Future) else load))
     return make_app(served, limit, loader)
-
-
-def _load(
-    plan: _Plan,
-    arbiter: Arbiter | None,
-    is_wanted: Callable[[], bool],
-    show_bars: bool | None = False,
-    memory: WeightMemory | None = None,
-) -> LoadedModel:
-    """Return the engine, the tokenizer, and what prepares images for a model that takes some.
-
-    `memory` is for the weights, where it has been begun. Raises NotWantedError once it is not wanted.
-
-    Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/startup/ahead.py):
-
-        main thread                         the loader's thread                      other threads, in C
-        settings, port, the model's header                                           torch's libraries are loaded
-        FastAPI, torch, engine.build                                                 memory for weights gets its pages, the digest
-        HTTP side, event loop               build_engine: matrices, pool, warm-up    weights are packed (native/packer.py)
-                                            tokenizer, on one more
-
-    Two threads must not use the library transformers at the same time: it imports its modules on first use, and the second
-    thread finds them half imported. So a model that needs it is loaded step by step on the loader's thread.
-    """
-    from engine.system.progress import StartupProgress
-
-    name, path, begun_s = plan.app.served_model_names[0], plan.app.model, time.monotonic()
-    log.info("loading %s%s", name, f" from {path}" if local_path(path) is not None or name != path else "")
-    with StartupProgress(show_bars=show_bars) as startup, ExitStack() as undo:
-
-        def report(progress: Progress) -> None:
-            if not is_wanted():
-                raise NotWantedError
-            startup.report(progress)
-
-        if plan.model.is_native:
-            plan = _fetch(plan, report)
-            engine, tokenizer = _load_beside(plan, report, undo, arbiter, memory)
-        else:
-            from engine.startup.build import build_engine, check_foreign  # torch, seconds
-
-            check_foreign(plan.engine)
-            plan = _fetch(plan, report)
-            tokenizer = _load_tokenizer(plan)
-            engine = build_engine(plan.engine, report, hands_over=plan.hands_over, arbiter=arbiter)
-            undo.callback(engine.stop, 0.0)
-        tokenizer.hold_to(engine.facts.vocab_size)
-        if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
-            log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
-        loaded = _with_images(plan, engine, tokenizer)
-        undo.pop_all()
-        takes = None if arbiter is None else plan.memory  # of files that are here now
-        return loaded._replace(load_s=time.monotonic() - begun_s, memory=takes)
-
-
-def _with_images(plan: _Plan, engine: EngineHandle, tokenizer: TextTokenizer) -> LoadedModel:
-    """Return a loaded model with what prepares images, if it takes some."""
-    from server.answers.models import LoadedModel
-
-    if not engine.facts.takes_images:
-        return LoadedModel(engine, tokenizer)
-    from engine.text.images.preprocessor import ImagePreprocessor  # transformers' part for images
-
-    model, wishes = Path(plan.engine.model), (plan.app.mm_processor_kwargs, plan.app.limit_mm_per_prompt)
-    return LoadedModel(engine, tokenizer, ImagePreprocessor.of(model, tokenizer, *wishes, plan.engine.mmproj))
 
 
 def import_http() -> None:
@@ -466,70 +233,6 @@ def import_http() -> None:
         import fastapi  # noqa: F401 - imported for its duration
     finally:
         BaseModel.model_config = usual
-
-
-def _load_beside(
-    plan: _Plan,
-    tell: Callable[[Progress], None],
-    undo: ExitStack,
-    arbiter: Arbiter | None,
-    memory: WeightMemory | None,
-) -> tuple[EngineHandle, TextTokenizer]:
-    """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
-    memory = begin_weights(plan.engine) if memory is None else memory
-    from engine.startup.build import build_engine  # torch
-
-    with ThreadPoolExecutor(1) as aside, _short_turns():
-        front = aside.submit(_load_tokenizer, plan)
-
-        def report(progress: Progress) -> None:
-            tell(progress)
-            if front.done():
-                front.result()  # raises what is wrong with the tokenizer, before minutes of loading
-
-        engine = build_engine(plan.engine, report, memory, hands_over=plan.hands_over, arbiter=arbiter)
-        undo.callback(engine.stop, 0.0)
-        return engine, front.result()
-
-
-@contextmanager
-def _short_turns() -> Iterator[None]:
-    """Make a thread that runs Python hand over the GIL sooner: packing takes it for a moment a thousand times."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual)
-
-
-def _fetch(plan: _Plan, report: Callable[[Progress], None]) -> _Plan:
-    """Return the plan with local paths for models of the hub, checked again with all their files. Raises QuireError."""
-    engine, serve_config = fetch_models(plan.engine, report), plan.serve
-    revision = serve_config.tokenizer_revision
-    tokenizer = serve_config.tokenizer or (plan.engine.model if revision not in (None, plan.engine.revision) else None)
-    if tokenizer is not None:
-        path = fetch(tokenizer, revision, engine.download_dir, report, weights=False)
-        serve_config = replace(serve_config, tokenizer=str(path))
-    model = plan.model if engine is plan.engine else check_model(engine, has_tokenizer=True)
-    return plan._replace(engine=engine, serve=serve_config, model=model)
-
-
-def _load_tokenizer(plan: _Plan) -> TextTokenizer:
-    """Return the tokenizer."""
-    from engine.text.tokenizer_files import check_draft_tokenizer, load_tokenizer
-
-    tokenizer = load_tokenizer(
-        plan.serve.tokenizer or plan.engine.model,
-        chat_template=plan.chat_template,
-        sampling=default_sampling(
-            plan.serve.generation_config, plan.serve.override_generation_config, Path(plan.engine.model), log
-        ),
-    )
-    if plan.model.config is not None:
-        tokenizer.hold_to(plan.model.config.vocab_size)
-    check_draft_tokenizer(tokenizer, plan.engine.speculative_config)
-    return tokenizer
 
 
 def hide_from_collector() -> None:

@@ -29,8 +29,9 @@ from engine.text.tokenizer import TextTokenizer
 from loadtest.errors import LoadtestError
 from loadtest.fake_runner import FakeRunner
 from loadtest.vllm_bench import translate
-from server import app, daemon, serve
+from server import app, daemon, load, serve
 from server.cli import main
+from server.plan import prepare_all
 from server.settings.flags import load_settings
 from tests.forked import Forked
 from tests.patience import PATIENCE_S
@@ -219,7 +220,7 @@ def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch
     def start() -> None:
         if fails == "serving":
             with serve.bind("127.0.0.1", 0) as listener:
-                serve._serve(serve.prepare_all(load_settings(["--port", "0"])), listener)
+                serve._serve(prepare_all(load_settings(["--port", "0"])), listener)
         else:
             serve.open_app(["--port", "0"])
 
@@ -231,8 +232,9 @@ def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch
     stand_in.build_engine = build_engine  # type: ignore[attr-defined]  # a module made here
     monkeypatch.setitem(sys.modules, "engine.startup.build", stand_in)
     monkeypatch.setattr(fake_quire.MortalRunner, "close", close)
-    monkeypatch.setattr(serve, "begin_weights", lambda _: None)
-    monkeypatch.setattr(serve, "_load_tokenizer", load_tokenizer)
+    for module in (serve, load):
+        monkeypatch.setattr(module, "begin_weights", lambda _: None)
+    monkeypatch.setattr(load, "_load_tokenizer", load_tokenizer)
     monkeypatch.setattr(daemon, "run", fail)
     monkeypatch.setattr(app, "make_app", fail if fails == "application" else lambda *_: None)
     with pytest.raises(ConfigError, match="made to fail"):

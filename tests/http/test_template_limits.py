@@ -17,7 +17,7 @@ from test_bad_input import error_of
 
 from engine.core.errors import ConfigError
 from engine.text import chat_template
-from server.serve import _read_template
+from server.plan import _read_template
 from tests.patience import PATIENCE_S
 
 CHAT = "/v1/chat/completions"

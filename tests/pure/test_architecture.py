@@ -97,7 +97,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     ("server", ("tools",), ()),
     ("loadtest", ("tools",), ()),
-    ("server", ("engine.startup.build",), ("server.app", "server.serve")),
+    ("server", ("engine.startup.build",), ("server.app", "server.load", "server.serve")),
     (
         "loadtest",
         ("engine.runtime", "torch"),
