@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation
@@ -117,3 +118,12 @@ def ropes_by_type(hf: HFConfig, types: Sequence[str], *, local_theta: float, the
 
 def rope_from(hf: HFConfig, params: HFConfig, *, theta: float) -> RopeConfig:
     return read_rope(params, hf, theta=theta, head_dim=head_dim(hf), max_positions=max_positions(hf))
+
+
+def both_ways(config: ModelConfig) -> ModelConfig:
+    """Return a model whose tokens attend both ways; half of a window is on either side."""
+    layers = [
+        replace(layer, window=None, reach=None if layer.window is None else layer.window // 2)
+        for layer in config.layers
+    ]
+    return replace(config, layers=tuple(layers), both_ways=True, has_head=False, tied_head=False)

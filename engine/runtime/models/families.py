@@ -1,26 +1,23 @@
 """The model families of the Llama lineage, each as its differences from the others.
 
 A new family is one function, one line in FAMILIES and one tiny-config test; those with recurrent layers are in
-recurrent_families.py. It takes what all spell alike from common_settings.py and never calls another family. A family
+recurrent_families.py, Gemma's in gemma_families.py. It takes what all spell alike from common_settings.py and never calls another family. A family
 refuses by name every setting that it does not implement and that would change the answer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
 from engine.core.errors import ModelLoadError
 from engine.files.hf_config import HFConfig
-from engine.runtime.activation import Activation
 from engine.runtime.layers.model_config import (
-    AltUpConfig,
     HeadsConfig,
     LatentConfig,
-    LayerConfig,
     Mixtures,
     ModelConfig,
     NormPlacement,
@@ -30,7 +27,6 @@ from engine.runtime.models import common_settings as common
 from engine.runtime.models.expert_settings import (
     deepseek_v2_experts,
     deepseek_v3_experts,
-    gemma4_experts,
     glm4_experts,
     glm4_lite_experts,
     gpt_oss_experts,
@@ -42,12 +38,7 @@ from engine.runtime.models.expert_settings import (
 
 Family = Callable[[HFConfig], ModelConfig]
 
-_MOST_STREAMS = 16  # as many numbers, squared, are on a stack of the native library
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-_GEMMA4_ROPES = {
-    common.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    common.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-}
 
 
 def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
@@ -69,7 +60,7 @@ def family_of(model_type: str) -> Family:
     found = FAMILIES[model_type]
     if callable(found):
         return found
-    return resolve_name(f"engine.runtime.models.recurrent_families:{found}")
+    return resolve_name(f"engine.runtime.models.{found}")
 
 
 def llama(hf: HFConfig) -> ModelConfig:
@@ -122,54 +113,9 @@ def phi3(hf: HFConfig) -> ModelConfig:
     return replace(common.settings(hf), merged_checkpoint=True, layers=common.layers(hf, windows=windows))
 
 
-def gemma(hf: HFConfig) -> ModelConfig:
-    """Gemma 1."""
-    # The first Gemma checkpoints say "gelu" for its tanh approximation.
-    return replace(_gemma_common(hf), activation=Activation.GELU_TANH)
-
-
-def gemma2(hf: HFConfig) -> ModelConfig:
-    """Gemma 2: windows on every other layer, soft caps, norms on both sides."""
-    types = [common.FULL if i % 2 else common.SLIDING for i in range(common.num_layers(hf))]
-    return replace(
-        _gemma_common(hf),
-        activation=common.activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
-        norm_placement=NormPlacement.SANDWICH,
-        attention_scale=hf.positive("query_pre_attn_scalar", 256.0) ** -0.5,
-        # null switches a cap off, absence means the family's default
-        attention_softcap=hf.optional_positive("attn_logit_softcapping")
-        if "attn_logit_softcapping" in hf.values
-        else 50.0,
-        logit_softcap=hf.optional_positive("final_logit_softcapping")
-        if "final_logit_softcapping" in hf.values
-        else 30.0,
-        layers=common.layers(hf, windows=common.windows(hf, types)),
-    )
-
-
-def gemma3(hf: HFConfig) -> ModelConfig:
-    """Gemma 3's text model: five window layers with a short rope base to one full layer."""
-    if hf.flag("use_bidirectional_attention"):
-        return _both_ways(gemma3(HFConfig({**hf.values, "use_bidirectional_attention": False}, hf.source)))
-    period = hf.size("sliding_window_pattern", 6)
-    types = [common.SLIDING if (i + 1) % period else common.FULL for i in range(common.num_layers(hf))]
-    ropes = common.ropes_by_type(
-        hf, types, local_theta=hf.positive("rope_local_base_freq", 10_000.0), theta=1_000_000.0
-    )
-    return replace(
-        _gemma_common(hf),
-        activation=common.activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
-        norm_placement=NormPlacement.SANDWICH,
-        qk_norm=QKNorm.HEAD,
-        attention_scale=hf.positive("query_pre_attn_scalar", 256.0) ** -0.5,
-        logit_softcap=hf.optional_positive("final_logit_softcapping"),
-        layers=common.layers(hf, windows=common.windows(hf, types), ropes=ropes),
-    )
-
-
 def eurobert(hf: HFConfig) -> ModelConfig:
     """EuroBERT: Llama that attends both ways."""
-    return _both_ways(llama(HFConfig({"rms_norm_eps": 1e-5, **hf.values}, hf.source)))
+    return common.both_ways(llama(HFConfig({"rms_norm_eps": 1e-5, **hf.values}, hf.source)))
 
 
 def granite(hf: HFConfig) -> ModelConfig:
@@ -299,67 +245,7 @@ def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
     return _latent_common(hf, glm4_lite_experts(hf), is_interleaved=hf.flag("rope_interleave", True))
 
 
-def gemma4(hf: HFConfig) -> ModelConfig:
-    """Gemma 4's text model: wider heads in full layers, shared keys and values, inputs of layers, experts."""
-    return _gemma4_common(hf, layer_inputs=hf.integer("hidden_size_per_layer_input", 256))
-
-
-def gemma4_unified(hf: HFConfig) -> ModelConfig:
-    """Gemma 4's text model where one decoder takes in images and sound: dense, without inputs of layers."""
-    return _gemma4_common(hf, layer_inputs=0)
-
-
-def gemma3n(hf: HFConfig) -> ModelConfig:
-    """Gemma 3n's text model: several residual streams, inputs of layers, shared keys and values, sparse gates."""
-    num_layers = common.num_layers(hf)
-    types = common.layer_types(hf, [common.SLIDING if (i + 1) % 5 else common.FULL for i in range(num_layers)])
-    if hf.integer("altup_active_idx", 0):
-        raise hf.error("altup_active_idx", "0")
-    widths = [*hf.numbers("intermediate_size")] if isinstance(hf.values.get("intermediate_size"), list) else []
-    if not all(each >= 1 and each.is_integer() for each in widths):
-        raise hf.error("intermediate_size", "integers of at least 1")
-    if not 2 <= hf.integer("altup_num_inputs", 4) <= _MOST_STREAMS:
-        raise hf.error("altup_num_inputs", f"2 to {_MOST_STREAMS}")
-    hf = HFConfig({**hf.values, **({"intermediate_size": int(max(widths))} if widths else {})}, hf.source)
-    sparse = [0.95] * (10 if num_layers > 10 else 0) + [0.0] * num_layers
-    if hf.has("activation_sparsity_pattern"):
-        sparse = [*hf.numbers("activation_sparsity_pattern")]
-    if len(sparse) < num_layers or len(widths) not in (0, num_layers) or not all(0 <= each < 1 for each in sparse):
-        raise hf.error("activation_sparsity_pattern", f"{num_layers} shares below 1, and as many widths of MLPs")
-    ropes = common.ropes_by_type(
-        hf, types, local_theta=hf.positive("rope_local_base_freq", 10_000.0), theta=1_000_000.0
-    )
-    layers = common.layers(
-        HFConfig({"sliding_window": 512, **hf.values}, hf.source), windows=common.windows(hf, types), ropes=ropes
-    )
-    sources = _sources(hf, types, hf.integer("num_kv_shared_layers", 15))
-    return replace(
-        common.settings(hf),
-        layers=tuple(
-            replace(layer, source=sources[i], width=int(widths[i]) if widths else None, sparsity=sparse[i])
-            for i, layer in enumerate(layers)
-        ),
-        tied_head=hf.flag("tie_word_embeddings", True),
-        activation=common.activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
-        embedding_multiplier=hf.size("hidden_size") ** 0.5,
-        attention_scale=1.0,
-        qk_norm=QKNorm.HEAD,
-        value_norm=True,
-        wide_norms=True,
-        logit_softcap=hf.optional_positive("final_logit_softcapping")
-        if "final_logit_softcapping" in hf.values
-        else 30.0,
-        layer_inputs=hf.size("hidden_size_per_layer_input", 256),
-        num_input_rows=hf.size("vocab_size_per_layer_input", 262_144),
-        altup=AltUpConfig(
-            num_streams=hf.integer("altup_num_inputs", 4),
-            rank=hf.size("laurel_rank", 64),
-            scales_output=hf.flag("altup_correct_scale", True),
-        ),
-    )
-
-
-# By model type. A name is that of a function in recurrent_families.py, which is imported where a model needs it.
+# By model type. A name is that of a function beside this file, which is imported where a model needs it.
 FAMILIES: Mapping[str, Family | str] = {
     "llama": llama,
     "mistral": mistral,
@@ -367,9 +253,9 @@ FAMILIES: Mapping[str, Family | str] = {
     "qwen3": qwen3,
     "smollm3": smollm3,
     "phi3": phi3,
-    "gemma": gemma,
-    "gemma2": gemma2,
-    "gemma3_text": gemma3,
+    "gemma": "gemma_families:gemma",
+    "gemma2": "gemma_families:gemma2",
+    "gemma3_text": "gemma_families:gemma3",
     "eurobert": eurobert,
     "granite": granite,
     "olmo2": olmo2,
@@ -383,24 +269,24 @@ FAMILIES: Mapping[str, Family | str] = {
     "olmoe": olmoe,
     "granitemoe": granitemoe,
     "granitemoeshared": granitemoeshared,
-    "granitemoehybrid": "granitemoehybrid",
+    "granitemoehybrid": "recurrent_families:granitemoehybrid",
     "granite_swa": granite_swa,
     "granitemoe_swa": granitemoe_swa,
-    "bamba": "bamba",
-    "falcon_h1": "falcon_h1",
-    "mamba2": "mamba2",
-    "nemotron_h": "nemotron_h",
+    "bamba": "recurrent_families:bamba",
+    "falcon_h1": "recurrent_families:falcon_h1",
+    "mamba2": "recurrent_families:mamba2",
+    "nemotron_h": "recurrent_families:nemotron_h",
     "gpt_oss": gpt_oss,
     "glm4_moe": glm4_moe,
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5_moe",
-    "qwen3_next": "qwen3_next",
-    "lfm2": "lfm2",
-    "lfm2_moe": "lfm2_moe",
-    "lfm3": "lfm3",
-    "gemma3n_text": gemma3n,
-    "gemma4_text": gemma4,
-    "gemma4_unified_text": gemma4_unified,
+    "qwen3_5_text": "recurrent_families:qwen3_5",
+    "qwen3_5_moe_text": "recurrent_families:qwen3_5_moe",
+    "qwen3_next": "recurrent_families:qwen3_next",
+    "lfm2": "recurrent_families:lfm2",
+    "lfm2_moe": "recurrent_families:lfm2_moe",
+    "lfm3": "recurrent_families:lfm3",
+    "gemma3n_text": "gemma_families:gemma3n",
+    "gemma4_text": "gemma_families:gemma4",
+    "gemma4_unified_text": "gemma_families:gemma4_unified",
 }
 
 
@@ -429,89 +315,6 @@ def _granite_swa_common(hf: HFConfig, moes: Mixtures | None = None) -> ModelConf
     ropes = [replace(rope, theta=theta) if theta else None for theta in thetas]
     layers = common.layers(hf, windows=windows, ropes=ropes, moes=moes)
     return replace(granite_settings(hf), mlp_bias=hf.flag("mlp_bias"), has_sinks=True, layers=layers)
-
-
-def _both_ways(config: ModelConfig) -> ModelConfig:
-    """Return a model whose tokens attend both ways; half of a window is on either side."""
-    layers = [
-        replace(layer, window=None, reach=None if layer.window is None else layer.window // 2)
-        for layer in config.layers
-    ]
-    return replace(config, layers=tuple(layers), both_ways=True, has_head=False, tied_head=False)
-
-
-def _gemma_common(hf: HFConfig) -> ModelConfig:
-    """Return the settings that the generations of Gemma share."""
-    hf.refuse("use_bidirectional_attention", "generation needs causal attention")
-    return replace(
-        common.settings(hf),
-        tied_head=hf.flag("tie_word_embeddings", True),
-        norm_offset=True,
-        embedding_multiplier=hf.size("hidden_size") ** 0.5,
-    )
-
-
-def _gemma4_common(hf: HFConfig, *, layer_inputs: int) -> ModelConfig:
-    """Return the settings that the kinds of Gemma 4 share."""
-    if hf.values.get("use_bidirectional_attention") == "all":
-        raise hf.error("use_bidirectional_attention", "null or 'vision': generation needs causal attention")
-    if layer_inputs and hf.size("vocab_size_per_layer_input", hf.size("vocab_size")) != hf.size("vocab_size"):
-        raise hf.error("vocab_size_per_layer_input", "that of the model")
-    values = {key: value for key, value in hf.values.items() if value is not None}
-    num_layers = common.num_layers(hf)
-    hf = HFConfig({"rope_parameters": _GEMMA4_ROPES, **values}, hf.source)
-    types = [common.SLIDING if (i + 1) % 6 else common.FULL for i in range(num_layers)]
-    types = [*common.layer_types(hf, types)[:-1], common.FULL]  # the last has full attention in any case
-    full = _with_full_heads(HFConfig({**hf.values, "layer_types": types}, hf.source))
-    moes = gemma4_experts(hf, common.activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
-    sources, layers = _sources(hf, types, hf.integer("num_kv_shared_layers", 0)), list[LayerConfig]()
-    for index, kind in enumerate(types):
-        source = sources[index]
-        is_wide = source is not None and hf.flag("use_double_wide_mlp")
-        own, window = (full, None) if kind == common.FULL else (hf, hf.size("sliding_window", 512))
-        rope = common.rope_from(own, own.section("rope_parameters").section(kind), theta=10_000.0)
-        width = 2 * hf.size("intermediate_size") if is_wide else None
-        heads = replace(common.heads(own), values_are_keys=kind == common.FULL and hf.flag("attention_k_eq_v"))
-        is_causal = kind == common.FULL  # images attend both ways in windows alone, if at all
-        layers.append(LayerConfig(heads, window, rope, moes[index], source=source, width=width, is_causal=is_causal))
-    return replace(
-        common.settings(hf),
-        layers=tuple(layers),
-        tied_head=hf.flag("tie_word_embeddings", True),
-        activation=common.activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
-        embedding_multiplier=hf.size("hidden_size") ** 0.5,
-        norm_placement=NormPlacement.SANDWICH,
-        attention_scale=1.0,
-        qk_norm=QKNorm.HEAD,
-        value_norm=True,
-        wide_norms=True,
-        logit_softcap=hf.optional_positive("final_logit_softcapping"),
-        layer_inputs=layer_inputs,
-        has_layer_scale=True,
-    )
-
-
-def _sources(hf: HFConfig, types: Sequence[str], num_shared: int) -> list[int | None]:
-    """Return the layer whose keys and values each of the last layers reads: the last of its kind that has its own."""
-    num_own = len(types) - num_shared
-    found = [max((i for i in range(num_own) if types[i] == kind), default=-1) for kind in types[max(num_own, 0) :]]
-    if num_shared < 0 or num_own < 1 or -1 in found:
-        raise hf.error("num_kv_shared_layers", "fewer, so that a layer of each kind has keys and values")
-    return [*[None] * num_own, *found]
-
-
-def _with_full_heads(hf: HFConfig) -> HFConfig:
-    """Return the config with the heads of layers with full attention: transformers writes them layer by layer since 5.23."""
-    if hf.has("per_layer_config"):
-        given = hf.section("per_layer_config")
-        found = [given.section(str(i)).values for i, kind in enumerate(hf.texts("layer_types")) if kind == common.FULL]
-        if any(each != found[0] for each in found):
-            raise hf.error("per_layer_config", "the same for all layers with full attention")
-        return HFConfig({**hf.values, **found[0]}, hf.source)
-    heads = {"head_dim": hf.size("global_head_dim", 512)}
-    if hf.flag("attention_k_eq_v") and hf.has("num_global_key_value_heads"):
-        heads["num_key_value_heads"] = hf.size("num_global_key_value_heads")
-    return HFConfig({**hf.values, **heads}, hf.source)
 
 
 def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> ModelConfig:
