@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from engine.core.errors import AdapterConflictError
 from engine.handle import LoadAdapter, UnloadAdapter
 from engine.text.fields.body import Refused, RequestBody
-from server.answers.parts import InAdapterTurn, InConfig, InEngine, InOwner, check_operator
+from server.answers.parts import InAdapterTurn, InConfig, InEngine, InModels, InOwner, check_operator
 from server.http.bodies import json_body
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
@@ -67,13 +67,15 @@ async def load_lora_adapter(
     engine: InEngine,
     turn: InAdapterTurn,
     config: InConfig,
+    models: InModels,
     owner: InOwner,
 ) -> Response:
     """Load an adapter from a folder of this machine; requests may then name it."""
     _check_allowed(config, owner)
-    if body.lora_name in config.served_model_names:
+    others = [name for entry in models.entries if entry.config is not config for name in entry.names]
+    if body.lora_name in (*config.served_model_names, *others):
         raise AdapterConflictError(
-            f"{body.lora_name!r} is what the model itself is called; choose another name.", param="lora_name"
+            f"{body.lora_name!r} is what a model here is called; choose another name.", param="lora_name"
         )
     async with turn:
         await asyncio.wrap_future(engine.control(LoadAdapter(body.lora_name, body.lora_path)))

@@ -178,7 +178,7 @@ def test_a_name_may_come_back_as_something_else(client: httpx.Client, folder: Pa
 def test_what_cannot_be_loaded_is_told(client: httpx.Client, folder: Path) -> None:
     for name, path, status, code, param, words in (
         ("next", folder / "by3", 409, "adapter_conflict", "lora_name", "'next' is loaded already"),
-        ("bird", folder / "by3", 409, "adapter_conflict", "lora_name", "what the model itself is called"),
+        ("bird", folder / "by3", 409, "adapter_conflict", "lora_name", "what a model here is called"),
         ("new", folder / "none", 404, "adapter_not_found", "lora_path", "There is nothing at"),
         ("new", folder / "damaged", 400, "invalid_value", "lora_path", "holds no number"),
         ("", folder / "by3", 400, "invalid_value", "lora_name", "at least 1 character"),

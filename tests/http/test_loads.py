@@ -240,6 +240,13 @@ def test_an_operator_loads_and_unloads() -> None:
         assert world.ask("a").status_code == 503
 
 
+def test_an_adapter_takes_no_other_models_name() -> None:
+    with World(keep=("a",), allow_runtime_lora_updating=True).serving() as client:
+        answer = client.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": "/"})
+        assert answer.status_code == 409
+        assert "'b' is what a model here is called" in answer.text
+
+
 def test_a_batch_loads_its_models_and_one_that_fails_holds_up_no_other(tmp_path: Path) -> None:
     def start_batch(client: httpx.Client, models: str) -> str:
         body = {"prompt": "hi|", "max_tokens": 9}
