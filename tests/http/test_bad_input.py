@@ -142,6 +142,7 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
             ({"messages": [{"role": "assistant", name: value}]}, f"messages.0.{name}", "unsupported_parameter")
             for name, value in (("function_call", {"name": "f"}), ("refusal", "no"), ("audio", {"id": "a"}))
         ],
+        ({"messages": [{"role": "user", "text": "hello"}]}, "messages.0", "invalid_value"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "invalid_type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "invalid_value"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content", "invalid_value"),
@@ -167,6 +168,7 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
             "invalid_value",
         ),
         ({"tools": [TOOL, TOOL]}, "tools", "invalid_value"),
+        ({"tools": [TOOL | {"strict": True}]}, "tools.0.strict", "unsupported_parameter"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "invalid_value"),

@@ -43,6 +43,11 @@ def tags(**changes: Any) -> dict[str, Any]:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema", "text"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": True}},
+            "response_format.strict",
+            "in json_schema",
+        ),
         ({"response_format": {"type": "text", "triggers": ["<"]}}, "response_format.triggers", "text"),
         (json_schema(5), "response_format.json_schema.schema", "schema"),
         (json_schema("{"), "response_format.json_schema.schema", "not JSON"),

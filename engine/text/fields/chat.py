@@ -92,7 +92,9 @@ class Message(RequestBody):
     tool_calls: list[ToolCall] = Field(default_factory=list, description="The calls that an earlier answer made.")
 
     @model_validator(mode="after")
-    def _check_images(self) -> Message:
+    def _check_content(self) -> Message:
+        if self.role in ("system", "developer", "user") and "content" not in self.model_fields_set:
+            raise ValueError(f"a message of the {self.role} needs content")
         if not isinstance(self.content, str) and self.role not in _SHOWN_ROLES:
             raise ValueError(f"a message of the {self.role} has no place for images; send them in one of the user")
         return self

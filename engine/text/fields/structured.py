@@ -70,7 +70,8 @@ class ResponseFormat(RequestBody):
     """OpenAI's field of that name, with vLLM's type `structural_tag`."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
-        "schema": Refused((), "send type: json_schema, and json_schema: {name: ..., schema: ...}")
+        "schema": Refused((), "send type: json_schema, and json_schema: {name: ..., schema: ...}"),
+        "strict": Refused((False,), "send it in json_schema"),
     }
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"] = Field(

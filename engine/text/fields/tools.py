@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError
 from engine.core.shown import shorten
-from engine.text.fields.body import RequestBody
+from engine.text.fields.body import Refused, RequestBody
 from engine.text.tools.tool_format import OfferedTool
 
 # OpenAI allows 64 characters and Anthropic 128, which clients use for tools of MCP servers.
@@ -42,6 +43,8 @@ class Function(RequestBody):
 
 class Tool(RequestBody):
     """One entry of `tools`."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {"strict": Refused((False,), "send it in function")}
 
     type: Literal["function"] = Field(description="Which kind of object this is.")
     function: Function = Field(description="The function.")
