@@ -258,7 +258,7 @@ class GuardedGeneration(Generation):
     def _block(self, index: int, verdict: Verdict) -> None:
         choice = self._choices[index]
         if not choice.is_done:
-            self._num_open -= 1
+            self.num_open -= 1
             request_id = self._requests[index // self._n].request_id
             self._answer.stop(request_id, index % self._n, AbortCause.CONTENT_FILTER)
         self.timeline.stop(index, FinishReason.CONTENT_FILTER)

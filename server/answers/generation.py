@@ -41,7 +41,7 @@ class Generation:
         self._num_image_tokens = sum([span.length for request in requests for span in request.spans])
         self._choices = [Choice(tokenizer, request.prompt, rules) for request in requests for _ in range(self._n)]
         self._tells_reasoning = rules.make_parser is not None
-        self._num_open = len(self._choices)
+        self.num_open = len(self._choices)  # of which deltas are to come
         self._beam, self._num_beam_tokens = requests[0].params.beam, 0
         self._prompts: dict[int, PromptInfo] = {}  # by the prompt's index
         self._pinned_tokens: dict[int, int] | None = {} if any(request.pins for request in requests) else None
@@ -78,7 +78,7 @@ class Generation:
         Raises the error of a choice that failed.
         """
         news: list[ChoiceDelta] = []
-        while self._num_open and not news:
+        while self.num_open and not news:
             news = self._take(await self._listen())
         return news
 
@@ -87,7 +87,7 @@ class Generation:
 
         If `settled`, wait as `settle` does.
         """
-        while self._num_open:
+        while self.num_open:
             await self._listen()
         deltas = []
         for number, choice in enumerate(self._choices, start=1):
@@ -127,16 +127,16 @@ class Generation:
 
     def _take(self, heard: Iterable[int]) -> list[ChoiceDelta]:
         """Return the deltas of choices that have something to show."""
-        return [ChoiceDelta(i, self._choices[i].take()) for i in heard if not self._choices[i].is_silent]
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether deltas are to come."""
-        return self._num_open > 0
+        news = []
+        for index in heard:
+            delta = self._choices[index].news()
+            if delta is not None:
+                news.append(ChoiceDelta(index, delta))
+        return news
 
     def _end(self, index: int, event: TokenEvent) -> None:
         """Count a choice that is done with this event."""
-        self._num_open -= 1
+        self.num_open -= 1
         if event.finish_reason is None:
             self.timeline.stop(index)
             self._answer.stop(event.request_id, event.choice, AbortCause.STOP_STRING)

@@ -264,30 +264,25 @@ class _Frames:
     """The frames of a stream."""
 
     def __init__(self, generation: Generation, make: Callable[[], ResponseFormatter], *, wants_metrics: bool) -> None:
-        self._generation, self._make, self._wants_metrics = generation, make, wants_metrics
+        self.generation, self._make, self._wants_metrics = generation, make, wants_metrics
         self._formatter: ResponseFormatter | None = None
 
     def _count(self) -> Usage:
-        return self._generation.usage
+        return self.generation.usage
 
     def now(self, events: list[TokenEvent]) -> bytes | None:
         """Take tokens that go on, and return their frames; None, and all is left for `all`, if there is more to them."""
-        news = None if self._formatter is None else self._generation.deltas_now(events)
+        news = None if self._formatter is None else self.generation.deltas_now(events)
         if self._formatter is None or not news:
             return None if news is None else b""
         return self._formatter.news(news, self._count)
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether tokens are to come."""
-        return self._generation.is_open
 
     async def all(self) -> AsyncGenerator[bytes, None]:
         """Yield all that `now` does not return.
 
         An exception becomes the last frame, as the status has been sent.
         """
-        generation = self._generation
+        generation = self.generation
         formatter = self._formatter = await aside(self._make)
         try:
             if opening := formatter.opening():
@@ -366,7 +361,7 @@ class EventStream(EventSourceResponse):
         if frame:
             chunks.write(frame)
             self._sent_s = clock()
-        return self._frames.is_open
+        return self._frames.generation.num_open > 0
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -156,8 +156,11 @@ class Choice:
             if self.is_done:
                 return True
         if event.finish_reason is not None:
-            self._read(self._detokenizer.flush() if self._detokenizer else "")
-            if self._parser is not None:
+            text = self._detokenizer.flush() if self._detokenizer else ""
+            if self._parser is None:
+                self._show_text(text)
+            else:
+                self._read(self._parser, text)
                 self._show(self._parser.finish())
             self._finish(event.finish_reason, event.stop_reason)
         return self.is_done
@@ -183,10 +186,9 @@ class Choice:
         """Return what the next `take` returns, so far."""
         return self._delta
 
-    @property
-    def is_silent(self) -> bool:
-        """True if a stream has nothing to send yet."""
-        return self._delta.is_silent
+    def news(self) -> Delta | None:
+        """Return the delta since the last call; None, and it goes on, if a stream has nothing to send yet."""
+        return None if self._delta.is_silent else self.take()
 
     def take(self) -> Delta:
         """Return the delta since the last call."""
@@ -215,7 +217,11 @@ class Choice:
             if logprob is not None:
                 self._unread.append(logprob)
             detokenizer = self._detokenizer or self._make_detokenizer()
-            self._read(detokenizer.push(token_id))
+            text = detokenizer.push(token_id)
+            if self._parser is None:
+                self._show_text(text)
+            else:
+                self._read(self._parser, text)
 
     def _make_detokenizer(self) -> Detokenizer:
         context = () if self._rules.echo else self._prompt
@@ -235,12 +241,8 @@ class Choice:
             self._delta.scored = DeltaLogprobs()
         return self._delta.scored
 
-    def _read(self, text: str) -> None:
-        """Show text, or the pieces that the parser finds in it."""
-        parser = self._parser
-        if parser is None:
-            self._show_text(text)
-            return
+    def _read(self, parser: MessageParser, text: str) -> None:
+        """Show the pieces that the parser finds in text."""
         was_reasoning = parser.is_reasoning
         self._show(parser.push(text))
         if was_reasoning or parser.is_reasoning:  # thoughts come first, so all tokens so far are theirs
