@@ -1,6 +1,6 @@
 """The state of a request, and the middlewares around all others: ids, ends, unforeseen exceptions, and turns of the event loop.
 
-Plain ASGI on the event loop: a streamed answer costs one wrapped `send` an event and nothing is buffered. Knows no
+Plain ASGI on the event loop: nothing is buffered, and tokens that wait for nothing pass by all of it (connection.py). Knows no
 route and no protocol. One request works in each turn of the loop, and callers are served in rotation; otherwise all requests
 that arrived in one turn would be worked on in that turn, and every probe and stream would wait for their sum. Probes and the
 events of streams wait for no turn.
