@@ -3,7 +3,7 @@
 A copied tensor is dequantised. Three things differ by architecture: the names of tensors (weights/gguf_names.py), whether
 the rows of Q and K are in the order of interleaved rotation, and whether norms are stored as 1 + weight. Decays of recurrent
 layers are stored as -exp(A_log), and Mamba-2's vectors as matrices.
-weights/gguf_config.py turns the metadata into a config.json, weights/gguf_hybrids.py that of hybrids.
+weights/gguf_config.py turns the metadata into a config.json.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rewrites GGUF metadata as the config.json that the model has on the hub.
 
 Facts that a GGUF file does not state (biases, a tied head) are derived from its tensors' names. Facts that llama.cpp
-holds in code (the query scale of the Gemma 27B models) are repeated here. What hybrids alone need is in gguf_hybrids.py,
-which is imported for them.
+holds in code (the query scale of the Gemma 27B models) are repeated. What hybrids, Gemma or encoders alone need is in files
+beside this one, which are imported for them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from engine.core.errors import ModelLoadError
@@ -32,7 +31,7 @@ def hf_config(
     arch = check_architecture(metadata, source)
     row, prefix, named = ARCHITECTURES[arch], f"{arch}.", f"{source}, {arch}"
     own = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
-    meta = HFConfig(_same_in_all_layers(_found(row.by_layer)(own, named), named), named)
+    meta = HFConfig(same_in_all_layers(_found(row.by_layer)(own, named), named), named)
     if not row.has_experts:
         having = (name for name, each in ARCHITECTURES.items() if each.has_experts)
         meta.refuse("expert_count", f"{arch} has no mixture of experts; {', '.join(having)} have")
@@ -49,7 +48,7 @@ def _found(function: Callable[..., dict[str, Any]] | str) -> Callable[..., dict[
     return resolve_name(function) if isinstance(function, str) else function
 
 
-def _same_in_all_layers(values: dict[str, Any], source: str) -> dict[str, Any]:
+def same_in_all_layers(values: dict[str, Any], source: str) -> dict[str, Any]:
     """Return metadata with one number for each list with a number a layer. Raises ModelLoadError if they differ."""
     found = dict(values)
     for key in _ONE_A_LAYER:
@@ -61,22 +60,6 @@ def _same_in_all_layers(values: dict[str, Any], source: str) -> dict[str, Any]:
                     "whose layers are of one size, such as Qwen3."
                 )
             found[key] = value[0]
-    return found
-
-
-def _by_kind_of_layer(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return Gemma 4's metadata with a number for each kind of layers in place of lists. Raises ModelLoadError."""
-    found, windows = dict(values), values.get("attention.sliding_window_pattern")
-    heads, widths = values.get("attention.head_count_kv"), values.get("feed_forward_length")
-    if isinstance(heads, list) and isinstance(windows, list) and len(heads) == len(windows):
-        for key, kind in (("attention.head_count_kv", True), ("attention.head_count_kv_full", False)):
-            own = [num for num, has_window in zip(heads, windows, strict=True) if bool(has_window) == kind] or heads
-            found[key] = _same_in_all_layers({"attention.head_count_kv": own}, source)["attention.head_count_kv"]
-    num_shared = values.get("attention.shared_kv_layers", 0)
-    if isinstance(widths, list) and widths and isinstance(num_shared, int):
-        wide = [2 * widths[0] if i >= len(widths) - num_shared else widths[0] for i in range(len(widths))]
-        if widths == wide:  # else they are all equal, or the model is refused
-            found |= {"feed_forward_length": widths[0], "double_wide": bool(num_shared)}
     return found
 
 
@@ -121,7 +104,7 @@ def _common(file: File) -> dict[str, Any]:
         "mlp_bias": has(file, "ffn_down.bias"),
         "tie_word_embeddings": "output.weight" not in file.shapes,
         "pooling_type": meta.integer("pooling_type", 0),
-        **_window_pattern(file),
+        **window_pattern(file),
         "dtype": "bfloat16",  # in which dequantised weights are computed
     }
 
@@ -167,7 +150,7 @@ def _rope_scaling(file: File) -> dict[str, Any] | None:
     raise meta.error("rope.scaling.type", "none, linear, yarn or longrope with its factor tensors")
 
 
-def _window_pattern(file: File) -> dict[str, Any]:
+def window_pattern(file: File) -> dict[str, Any]:
     """Return which layers have a window, if the file says so: by a flag for each, or as all but every n-th."""
     pattern = file.meta.values.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
@@ -177,12 +160,13 @@ def _window_pattern(file: File) -> dict[str, Any]:
     return {} if pattern is None else {"sliding_window_pattern": file.meta.size("attention.sliding_window_pattern")}
 
 
-def _windowed(file: File) -> dict[str, int | None]:
+def windowed(file: File) -> dict[str, int | None]:
+    """Return the window, if the file has one."""
     return {"sliding_window": file.meta.optional_integer("attention.sliding_window") or None}
 
 
 def _llama(file: File) -> dict[str, Any]:
-    window = _windowed(file)
+    window = windowed(file)
     if file.meta.integer("expert_count", 0):
         return {"model_type": "mixtral", **window, **experts(file)}
     return {"model_type": "mistral", **window} if window["sliding_window"] else {}
@@ -191,88 +175,7 @@ def _llama(file: File) -> dict[str, Any]:
 def _mistral3(file: File) -> dict[str, Any]:
     file.meta.refuse("attention.temperature_scale", "its queries are scaled by their position")
     file.meta.refuse("expert_count", "only the llama architecture has experts among Mistral's")
-    return _windowed(file)
-
-
-def _query_scalar(file: File, num_layers_27b: int) -> float:
-    """Return the query scale: the mean head width for 27B models, head_dim for others."""
-    meta = file.meta
-    hidden, heads = meta.size("embedding_length"), meta.size("attention.head_count")
-    large = meta.size("block_count") == num_layers_27b
-    return hidden / heads if large else float(meta.size("attention.key_length", hidden // heads))
-
-
-def _gemma2(file: File) -> dict[str, Any]:
-    return {
-        **_windowed(file),
-        "query_pre_attn_scalar": _query_scalar(file, 46),
-        "attn_logit_softcapping": file.meta.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": file.meta.number("final_logit_softcapping", 30.0),
-    }
-
-
-def gemma3(file: File) -> dict[str, Any]:
-    return {
-        **_windowed(file),
-        "query_pre_attn_scalar": _query_scalar(file, 62),
-        "rope_theta": file.meta.number("rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": file.meta.number("rope.freq_base_swa", 10_000.0),
-        "final_logit_softcapping": file.meta.optional_number("final_logit_softcapping"),
-    }
-
-
-def _gemma3n(file: File) -> dict[str, Any]:
-    meta, deviations = file.meta, file.meta.values.get("activation_sparsity_scale")
-    sparsity = {}
-    if deviations is not None:  # of a normal distribution, from its mean; -inf where all gates stay
-        if not isinstance(deviations, list) or not all(isinstance(each, float) for each in deviations):
-            raise meta.error("activation_sparsity_scale", "a list of numbers")
-        sparsity = {"activation_sparsity_pattern": [NormalDist().cdf(each) for each in deviations]}
-    return {
-        **_windowed(file),
-        "rope_theta": meta.number("rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": meta.number("rope.freq_base_swa", 10_000.0),
-        "final_logit_softcapping": meta.number("final_logit_softcapping", 30.0),
-        "num_kv_shared_layers": meta.integer("attention.shared_kv_layers", meta.size("block_count") - 20),
-        "hidden_size_per_layer_input": meta.size("embedding_length_per_layer_input"),
-        "vocab_size_per_layer_input": file.shapes.get("per_layer_token_embd.weight", (1,))[0],
-        "altup_num_inputs": meta.size("altup.num_inputs"),
-        "altup_active_idx": meta.integer("altup.active_idx", 0),
-        "laurel_rank": file.shapes.get("blk.0.laurel_l.weight", (1,))[0],
-        **sparsity,
-    }
-
-
-def _gemma4(file: File) -> dict[str, Any]:
-    meta, factors = file.meta, file.ropes.get("rope_freqs.weight", ())
-    types = _window_pattern(file).get("layer_types", ())
-    if "full_attention" not in types:
-        raise meta.error("attention.sliding_window_pattern", "a flag for each layer, of which one is false")
-    head_dim, first_full = meta.size("attention.key_length"), types.index("full_attention")
-    turned = sum(factor < _UNTURNED for factor in factors) / len(factors) if factors else 1.0
-    full = {"rope_type": "proportional", "partial_rotary_factor": turned, "rope_theta": meta.number("rope.freq_base")}
-    sliding = {"rope_type": "default", "rope_theta": meta.number("rope.freq_base_swa", 10_000.0)}
-    mixture = experts(file) if meta.integer("expert_count", 0) else {}
-    return {
-        "head_dim": meta.size("attention.key_length_swa", head_dim),
-        "global_head_dim": head_dim,
-        "num_global_key_value_heads": meta.size("attention.head_count_kv_full", meta.size("attention.head_count_kv")),
-        "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in file.shapes,
-        **_windowed(file),
-        "rope_scaling": None,
-        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
-        "partial_rotary_factor": 1.0,
-        "num_kv_shared_layers": meta.integer("attention.shared_kv_layers", 0),
-        "use_double_wide_mlp": meta.flag("double_wide"),
-        "hidden_size_per_layer_input": meta.integer("embedding_length_per_layer_input", 0),
-        "final_logit_softcapping": meta.optional_number("final_logit_softcapping"),
-        "enable_moe_block": bool(mixture),
-        "top_k_experts": mixture.get("num_experts_per_tok"),
-        **mixture,
-    }
-
-
-_UNTURNED = 1e20  # a factor of a rotation that llama.cpp divides a frequency by, so that it does not turn
+    return windowed(file)
 
 
 def granite(file: File) -> dict[str, Any]:
@@ -295,11 +198,11 @@ def _granite_swa(file: File) -> dict[str, Any]:
         shared = meta.integer("expert_shared_feed_forward_length", 0)
         kind = {"model_type": "granitemoe_swa", **experts(file), "shared_intermediate_size": shared}
         kind["intermediate_size"] = expert_width(file)
-    return {**granite(file), **_windowed(file), **thetas, **kind}
+    return {**granite(file), **windowed(file), **thetas, **kind}
 
 
 def _olmo2(file: File) -> dict[str, Any]:
-    window = _windowed(file)  # OLMo 3 is named olmo2 and has windows
+    window = windowed(file)  # OLMo 3 is named olmo2 and has windows
     return {"model_type": "olmo3", **window} if window["sliding_window"] else {}
 
 
@@ -370,7 +273,7 @@ def _gpt_oss(file: File) -> dict[str, Any]:
     return {
         **experts(file),
         "intermediate_size": expert_width(file),
-        **_windowed(file),
+        **windowed(file),
         "rope_scaling": scaling and {**scaling, "truncate": False},
     }
 
@@ -441,7 +344,7 @@ def _deepseek2(file: File) -> dict[str, Any]:
 
 
 class Architecture(NamedTuple):
-    """What one architecture has beside the common settings; functions of hybrids are named by their places."""
+    """What one architecture has beside the common settings; functions of other files are named by their places."""
 
     name: str = ""  # on the hub, if that is another
     settings: Callable[[File], dict[str, Any]] | str = lambda _: {}
@@ -450,6 +353,7 @@ class Architecture(NamedTuple):
     by_layer: Callable[[dict[str, Any], str], dict[str, Any]] | str = lambda values, _: values
 
 
+_GEMMA = "engine.runtime.weights.gguf_gemma:"
 _HYBRIDS = "engine.runtime.weights.gguf_hybrids:"
 _ENCODERS = "engine.runtime.weights.gguf_encoders:"
 _WITH_MAMBA, _WITH_CONV = f"{_HYBRIDS}with_mamba", f"{_HYBRIDS}with_conv"
@@ -458,13 +362,13 @@ ARCHITECTURES = {
     "qwen2": Architecture(),
     "qwen3": Architecture(),
     "smollm3": Architecture(),
-    "phi3": Architecture("", _windowed),
+    "phi3": Architecture("", windowed),
     "gemma": Architecture(),
-    "gemma2": Architecture("", _gemma2),
-    "gemma3": Architecture("gemma3_text", gemma3),
+    "gemma2": Architecture("", f"{_GEMMA}gemma2"),
+    "gemma3": Architecture("gemma3_text", f"{_GEMMA}gemma3"),
     "gemma-embedding": Architecture("gemma3_text", f"{_ENCODERS}gemma_embedding"),
-    "gemma3n": Architecture("gemma3n_text", _gemma3n),
-    "gemma4": Architecture("gemma4_text", _gemma4, has_experts=True, by_layer=_by_kind_of_layer),
+    "gemma3n": Architecture("gemma3n_text", f"{_GEMMA}gemma3n"),
+    "gemma4": Architecture("gemma4_text", f"{_GEMMA}gemma4", has_experts=True, by_layer=f"{_GEMMA}by_kind_of_layer"),
     "granite": Architecture("", granite),
     "olmo2": Architecture("", _olmo2),
     "mistral3": Architecture("mistral", _mistral3, has_experts=True),  # to be refused with a reason

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.weights.gguf_config import File, gemma3, has
+from engine.runtime.weights.gguf_config import File, has
+from engine.runtime.weights.gguf_gemma import gemma3
 
 
 def bert(file: File) -> dict[str, Any]:
