@@ -1,7 +1,7 @@
 """Wires a configuration into an Engine: device, model, attention, pool, runner, scheduler.
 
 Runs once, on the thread that starts the daemon. Importing it imports torch, so callers import it late. Settings that the
-user left open are decided here, from the model and from measured memory, and reported.
+user left open are decided from the model and from measured memory (sizes.py), and reported.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,6 @@ from engine.core.types import Progress, ReportProgress
 from engine.handle import EngineFacts
 from engine.loop import Engine, Outbound
 from engine.resources import EngineResources
-from engine.runtime.attention.backend import AttentionBackend
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.device import check_device
@@ -36,16 +34,13 @@ from engine.runtime.execution.device import load_kernels, resolve_device, share_
 from engine.runtime.execution.device_memory import (
     describe_use,
     explained_shortage,
-    free_share,
     full_steps,
     hold_to_share,
-    measure_memory,
     other_steps,
 )
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.guard import GuardedRunner, guard_cuda
-from engine.runtime.kv_layout import AttentionSpec, StateSpec, attends
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
@@ -53,31 +48,23 @@ from engine.runtime.models.load import load_model, load_vision, resolve_dtype
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.parallel.group import SINGLE
 from engine.runtime.pool import pool_size
-from engine.runtime.pool.batch import ALONE, Ranks
-from engine.runtime.pool.groups import LayerGroups, group_layers
-from engine.runtime.pool.kv_cache import KVCache
-from engine.runtime.pool.pool_size import PoolBudget, default_cpu_budget, fit_pool, resolve_kv_dtype
-from engine.runtime.speculation.heads import Head
-from engine.runtime.stores.pinned import STAGING_BYTES
+from engine.runtime.pool.batch import ALONE
 from engine.runtime.stores.tier import Tier
 from engine.settings.engine_config import EngineConfig
 from engine.sources.adapter_config import check_folder, naming
 from engine.sources.draft_source import config_path, fetch_models
 from engine.startup.ahead import WeightMemory
 from engine.startup.fingerprint import ModelContent, layout, reading
-from engine.startup.speculation import Speculation, load_speculation
+from engine.startup.parts import Parts
+from engine.startup.sizes import pool_budget, scheduler_config, with_pool
+from engine.startup.speculation import load_speculation
 from engine.startup.stores import open_tiers
 from engine.system.numa import spread_pages
-from engine.system.progress import human_bytes
 
 if TYPE_CHECKING:
     from engine.outbound.kv_events import KVEvents
     from engine.ranks.executor import Executor
 
-_MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
-# On a CPU, prompts compute no faster beyond 128 tokens a step (SmolLM2-135M, two cores: 3400 a second at 128 and at 256),
-# and decoding sequences wait for the step: room for 384 prompt tokens beside 128 decoding sequences.
-_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _MAX_QUEUED_REQUESTS = 1024
 _MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in multiples of the pool's tokens
 
@@ -90,100 +77,6 @@ def check_foreign(config: EngineConfig) -> None:
     from engine.runtime.models.transformers_adapter import read_foreign_config
 
     read_foreign_config(path, config.hf_overrides)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The parts that the KV pool is sized for and shared by."""
-
-    config: EngineConfig
-    report: ReportProgress
-    device: torch.device
-    model: CausalLM
-    speculation: Speculation | None = None
-    captures: bool = False  # decode steps are captured as CUDA graphs; their memory is measured with the rest
-    ranks: Ranks = ALONE
-    content: ModelContent | None = None  # where K/V outlives or leaves the process
-    resources: EngineResources = field(default_factory=EngineResources)
-
-    @property
-    def head(self) -> Head | None:
-        """Return the head that drafts, if there is one."""
-        return None if self.speculation is None else self.speculation.head
-
-    @property
-    def states(self) -> list[StateSpec]:
-        """Return the layers of the pool: the model's, then the head's."""
-        return [*self.model.states, *(() if self.head is None else self.head.states)]
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        """Return the number format of the pool."""
-        return resolve_kv_dtype(self.config.kv_cache_dtype, self.model.dtype, self.states)
-
-    @cached_property
-    def groups(self) -> LayerGroups:
-        """Return the groups of layers; what is below the pool, or a draft model, needs one that keeps every position."""
-        config = self.config
-        below = config.swap_space or config.kv_offload_gib or config.kv_events or self.content
-        needs_full = bool(self._drafts_bytes or below)
-        max_model_len = config.max_model_len or self.model.max_model_len
-        return group_layers(self.states, self.kv_dtype, max_model_len, needs_full=needs_full)
-
-    @property
-    def _drafts_bytes(self) -> int:
-        """Return the bytes of a block in a draft model's own pool."""
-        return self.speculation.bytes_per_block(self.config.block_size) if self.speculation else 0
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Return the bytes of a block of the pool, with the draft model's."""
-        return self.config.block_size * self.groups.cuts[-1] + self._drafts_bytes
-
-    @cached_property
-    def state_blocks(self) -> int:
-        """Return the blocks that recurrent state takes of the pool, a sequence; 0 in a model without."""
-        if all(isinstance(spec, AttentionSpec) for spec in self.states):
-            return 0
-        from engine.runtime.pool.states import place_states
-
-        return place_states(self.states, self.config.block_size * self.groups.cuts[-1]).num_blocks
-
-    @property
-    def used_bytes(self) -> int:
-        """Return the bytes that layers have in one block of each group; a draft model's are in the first group's."""
-        states = sum(spec.bytes_a_token(self.kv_dtype) for spec in attends(self.states))
-        return self.config.block_size * states + self._drafts_bytes
-
-    def _backend(self) -> AttentionBackend:
-        """Return the attention backend; of a model that attends both ways, one that can. Raises ConfigError."""
-        name = self.config.attention_backend
-        backend = load_backend(name, self.device)
-        if not self.model.capabilities.both_ways or backend.capabilities.both_ways:
-            return backend
-        if name != "auto":
-            raise ConfigError(
-                f"--attention-backend is {name!r}, and this model attends both ways, which it cannot; use 'torch'."
-            )
-        return load_backend("torch", self.device)
-
-    def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
-        """Return a runner with a new pool."""
-        kv_cache = KVCache(
-            self.states,
-            self._backend(),
-            num_blocks=settings.num_blocks,
-            block_size=settings.block_size,
-            dtype=self.kv_dtype,
-            device=self.device,
-            groups=self.groups,
-            max_rows=settings.max_num_seqs,
-            max_drafts=settings.num_speculative_tokens,
-        )
-        self.ranks.configure(settings)
-        runner = ModelRunner(self.model, kv_cache, settings, self.device, self.head, self.ranks, self.resources)
-        runner.pooler = self.model.pooler
-        return runner
 
 
 def build_engine(
@@ -242,13 +135,13 @@ def _build(
     captures = _captures(config, model, device) and (speculation is None or speculation.head is None)
     if content is not None:
         content.facts()  # its threads would disturb the measurements that follow
-    parts = _Parts(config, report, device, model, speculation, captures, executor or ALONE, content)
-    settings = _scheduler_config(parts)
+    parts = Parts(config, report, device, model, speculation, captures, executor or ALONE, content)
+    settings = scheduler_config(parts)
     adapters, adapter_bytes = _load_adapters(parts, settings.max_num_batched_tokens)
     resources = EngineResources(adapters) if tower is None else EngineResources(adapters, tower.check)
     parts = replace(parts, resources=resources)
     more_bytes = adapter_bytes if tower is None else adapter_bytes + config.image_cache_memory
-    settings = _fit_pool(parts, settings, _pool_budget(parts, settings, more_bytes))
+    settings = with_pool(parts, settings, pool_budget(parts, settings, more_bytes))
     runner = parts.make_runner(settings)
     if settings.whole_step and device.type == "cpu" and executor is None:  # no text is divided
         # Beside other models any step may pause. A model alone pauses in long ones: to pause takes a short one some 3 % longer.
@@ -284,7 +177,7 @@ def _build(
     )
 
 
-def _depth(parts: _Parts, settings: SchedulerConfig) -> int:
+def _depth(parts: Parts, settings: SchedulerConfig) -> int:
     """Return how many steps are launched before the oldest is waited for."""
     asked, is_cuda = parts.config.async_scheduling, parts.device.type == "cuda"
     if parts.speculation is not None or (settings.whole_step and not is_cuda):  # a step that may pause runs alone
@@ -346,66 +239,6 @@ def _weights_in(place: WeightMemory | None) -> Iterator[None]:
         library.weights.release()
 
 
-def _scheduler_config(parts: _Parts) -> SchedulerConfig:
-    """Return the core's settings, with a pool just large enough to measure a full step.
-
-    If only the sequences or only the tokens of a step are given, the other's default adjusts to them.
-    """
-    config, kind, speculation = parts.config, parts.device.type, parts.speculation
-    default_tokens = max(_MAX_NUM_BATCHED_TOKENS[kind], config.max_num_seqs or 0)
-    max_num_batched_tokens = config.max_num_batched_tokens or default_tokens
-    max_num_seqs = config.max_num_seqs or min(_MAX_NUM_SEQS[kind], max_num_batched_tokens)
-    max_model_len, is_whole = config.max_model_len or parts.model.max_model_len, parts.model.capabilities.both_ways
-    whole_step = max_num_batched_tokens if is_whole else 0
-    max_num_batched_tokens = max(max_num_batched_tokens, max_model_len if is_whole else 0)
-    return SchedulerConfig(
-        num_blocks=max(max_num_batched_tokens // config.block_size + 1, parts.state_blocks),
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        whole_step=whole_step,
-        enable_prefix_caching=config.enable_prefix_caching and not is_whole,  # a text's end changes its beginning
-        pinned_share=config.pinned_prefix_share if config.enable_prefix_caching and not is_whole else 0.0,
-        policy=config.scheduling_policy,
-        target_itl_s=_seconds(config.target_itl_ms),
-        target_ttft_s=_seconds(config.target_ttft_ms),
-        num_speculative_tokens=speculation.asked.num_speculative_tokens if speculation else 0,
-        windows=parts.groups.windows,
-        has_full=parts.groups.has_full,
-        state_blocks=parts.state_blocks,
-    )
-
-
-def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> SchedulerConfig:
-    """Return the settings with the blocks that the budget holds, and the context that they hold."""
-    config, model, report = parts.config, parts.model, parts.report
-    bytes_per_block, size = parts.bytes_per_block, settings.block_size
-    if budget.account:
-        report(Progress("memory", budget.account))
-    num_blocks, max_model_len = fit_pool(
-        budget,
-        bytes_per_block,
-        size,
-        settings.max_blocks,
-        model_len=model.max_model_len,
-        asked_len=config.max_model_len,
-    )
-    settings = replace(settings, num_blocks=num_blocks, max_model_len=max_model_len)
-    groups = ""
-    if settings.windows:
-        num_groups = settings.num_groups - (not settings.has_full)
-        unused = 1 - parts.used_bytes / (num_groups * bytes_per_block)
-        kinds = f"in one of {num_groups} groups of layers" if num_groups > 1 else "of the layers' window"
-        groups = f" {kinds} ({unused:.0%} of their bytes unused)"
-    shown = _describe(config.max_model_len, settings, bytes_per_block, groups, model)
-    if settings.state_blocks:
-        taken = human_bytes(settings.state_blocks * bytes_per_block)
-        shown += f"; a recurrent state is {settings.state_blocks} blocks, {taken}"
-    report(Progress("kv_pool", shown))
-    return settings
-
-
 def _open_events(config: EngineConfig, settings: SchedulerConfig) -> KVEvents | None:
     """Return what publishes KV events, if that is configured. Raises ConfigError."""
     asked = config.kv_events
@@ -449,7 +282,7 @@ def _check_early(config: EngineConfig, device: torch.device) -> None:
         check_path(Path(config.record))
 
 
-def _load_adapters(parts: _Parts, num_tokens: int) -> tuple[Adapters, int]:
+def _load_adapters(parts: Parts, num_tokens: int) -> tuple[Adapters, int]:
     """Return the adapters of the start, and the bytes that later ones and steps of `num_tokens` with adapters may take."""
     config, model = parts.config, parts.model
     if not config.num_loras:
@@ -473,37 +306,6 @@ def _load_adapters(parts: _Parts, num_tokens: int) -> tuple[Adapters, int]:
     return adapters, num_to_come * loader.adapter_bytes() + loader.step_bytes(num_tokens)
 
 
-def _pool_budget(parts: _Parts, settings: SchedulerConfig, more_bytes: int) -> PoolBudget:
-    """Return the bytes for the pool: as asked, all that is useful on a CPU, or the rest of a GPU's but for `more_bytes`."""
-    config, model, device = parts.config, parts.model, parts.device
-    if config.kv_cache_memory_bytes is not None:
-        return PoolBudget(config.kv_cache_memory_bytes)
-    if config.num_gpu_blocks_override is not None:
-        return PoolBudget(config.num_gpu_blocks_override * parts.bytes_per_block)
-    if device.type == "cpu":
-        useful_blocks = settings.max_num_seqs * settings.max_blocks(settings.max_model_len)
-        if settings.whole_step:  # no keys and values are kept behind a step
-            useful_blocks = settings.max_num_seqs + 2 * settings.max_blocks(settings.max_num_batched_tokens)
-        own_budget = (
-            config.most_pool_bytes or default_cpu_budget()
-        ) // config.tensor_parallel_size  # the ranks share one memory
-        return PoolBudget(min(own_budget, useful_blocks * parts.bytes_per_block))
-    room = free_share(device, config.gpu_memory_utilization)
-    shortfall = room - parts.ranks.least_room(room)
-    memory = measure_memory(
-        parts.make_runner,
-        settings,
-        device,
-        share=config.gpu_memory_utilization,
-        num_tensors=len(parts.groups.cuts),
-        vocab_size=model.vocab_size,
-        captures=parts.captures,
-    )._replace(shortfall=shortfall)
-    remedy = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
-    staging = 2 * STAGING_BYTES if config.swap_space or config.kv_offload_gib else 0
-    return PoolBudget(memory.pool - staging - more_bytes, str(memory), remedy)
-
-
 def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bool:
     """Return whether decode steps are captured as CUDA graphs."""
     can = model.capabilities.graphs and not model.capabilities.both_ways
@@ -511,7 +313,7 @@ def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bo
     return is_wanted and load_backend(config.attention_backend, device).capabilities.graphs
 
 
-def _warm_up_cuda(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig) -> None:
+def _warm_up_cuda(parts: Parts, runner: ModelRunner, settings: SchedulerConfig) -> None:
     """Capture graphs, run full steps so that they reserve their memory, and report the GPU's use."""
     config, device = parts.config, parts.device
     with explained_shortage(settings, device):
@@ -536,29 +338,9 @@ def _require_finite(result: StepResult) -> None:
         )
 
 
-def _warm_up_cpu(_parts: _Parts, runner: ModelRunner, settings: SchedulerConfig) -> None:
+def _warm_up_cpu(_parts: Parts, runner: ModelRunner, settings: SchedulerConfig) -> None:
     num_tokens = min(16, settings.max_model_len, settings.max_num_batched_tokens)
     _require_finite(runner.run(warm_up_plan(settings, num_seqs=1, num_tokens=num_tokens)).wait())
     library = native()
     if library is not None:
         library.keep_memory()  # everything that lives long is allocated by now
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
-
-
-def _describe(
-    asked_len: int | None, config: SchedulerConfig, bytes_per_block: int, groups: str, model: CausalLM
-) -> str:
-    size = human_bytes(config.num_blocks * bytes_per_block)
-    is_shorter, why = config.max_model_len < model.max_model_len, []
-    if asked_len is None:
-        why = ["--max-model-len auto: " + ("as many as the pool holds" if is_shorter else "the model's own limit")]
-    if is_shorter:
-        why.append(f"the model's own limit is {model.max_model_len}")
-    reason = f" ({'; '.join(why)})" if why else ""
-    return (
-        f"{config.num_blocks} blocks of {config.block_size} tokens{groups}, {size}; "
-        f"contexts up to {config.max_model_len} tokens{reason}"
-    )

@@ -29,7 +29,9 @@ from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.guard import guard_cuda, to_fault
 from engine.settings.engine_config import EngineConfig
-from engine.startup.build import _Parts, _pool_budget, _warm_up_cuda
+from engine.startup.build import _warm_up_cuda
+from engine.startup.parts import Parts
+from engine.startup.sizes import pool_budget
 from loadtest.fake_runner import FakeRunner, FakeStep
 
 GIB, SEGMENT = 1 << 30, 2 << 20
@@ -144,7 +146,7 @@ def warm_up(runner: Taker, captures: bool, **settings: object) -> list[Progress]
     report: list[Progress] = []
     config = EngineConfig(model="", **settings)  # type: ignore[arg-type]  # mixed value types
     model = SimpleNamespace(vocab_size=96)
-    _warm_up_cuda(_Parts(config, report.append, CUDA, model, captures=captures), runner, CONFIG)  # type: ignore[arg-type]
+    _warm_up_cuda(Parts(config, report.append, CUDA, model, captures=captures), runner, CONFIG)  # type: ignore[arg-type]
     return report
 
 
@@ -189,20 +191,20 @@ def test_the_pool_is_sized_by_the_rank_with_least_room(card: Card, fewer: int, c
     ranks = SimpleNamespace(least_room=lambda room: room - fewer)
     model = SimpleNamespace(vocab_size=96, states=[], dtype=torch.float32, max_model_len=512)
     config = EngineConfig(model="", gpu_memory_utilization=0.75)
-    parts = _Parts(config, lambda _: None, CUDA, model, captures=captures, ranks=ranks)  # type: ignore[arg-type]
+    parts = Parts(config, lambda _: None, CUDA, model, captures=captures, ranks=ranks)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Parts, "make_runner", lambda _, config: Taker(card))
-        found = _pool_budget(parts, CONFIG, 0)
+        patch.setattr(Parts, "make_runner", lambda _, config: Taker(card))
+        found = pool_budget(parts, CONFIG, 0)
     assert found.num_bytes == measure(card, captures=captures).pool + 4 * SEGMENT - fewer
     assert ("less on another rank 5.00, which leaves" in found.account) == bool(fewer)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_ranks_of_a_cpu_share_one_memory(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.startup.build.default_cpu_budget", lambda: GIB)
+    monkeypatch.setattr("engine.startup.sizes.default_cpu_budget", lambda: GIB)
     config = EngineConfig(model="", tensor_parallel_size=num_ranks)
     parts = SimpleNamespace(config=config, device=torch.device("cpu"), model=None, bytes_per_block=GIB)
-    assert _pool_budget(parts, CONFIG, 0).num_bytes == GIB // num_ranks  # type: ignore[arg-type]
+    assert pool_budget(parts, CONFIG, 0).num_bytes == GIB // num_ranks  # type: ignore[arg-type]
 
 
 def test_a_share_that_is_used_up_leaves_less_than_nothing(card: Card) -> None:

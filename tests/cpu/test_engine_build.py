@@ -27,7 +27,9 @@ from engine.runtime.native.library import Library, native
 from engine.runtime.pool.pool_size import PoolSize, fit_pool
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.startup import speculation
-from engine.startup.build import _Parts, _pool_budget, build_engine
+from engine.startup.build import build_engine
+from engine.startup.parts import Parts
+from engine.startup.sizes import pool_budget
 from tests.cpu import test_models_families
 from tests.cpu.lora_folders import save_adapter
 from tests.patience import PATIENCE_S
@@ -206,11 +208,11 @@ def test_on_a_gpu_the_pool_is_what_was_measured_and_a_refusal_says_where_the_res
         assert how == {"share": 0.5, "num_tensors": 4, "vocab_size": 96, "captures": True}
         return memory
 
-    monkeypatch.setattr("engine.startup.build.measure_memory", measure)
-    monkeypatch.setattr("engine.startup.build.free_share", lambda device, share: GIB)
+    monkeypatch.setattr("engine.startup.sizes.measure_memory", measure)
+    monkeypatch.setattr("engine.startup.sizes.free_share", lambda device, share: GIB)
     config = EngineConfig(model=folder, gpu_memory_utilization=0.5)
     model, device = engine._runner._model, torch.device("cuda")
-    budget = _pool_budget(_Parts(config, lambda _: None, device, model, captures=True), engine.config, 0)  # type: ignore[arg-type]
+    budget = pool_budget(Parts(config, lambda _: None, device, model, captures=True), engine.config, 0)  # type: ignore[arg-type]
     assert budget.num_bytes == GIB // 16
     assert fit_pool(budget, GIB // 64, 16, in_blocks, model_len=512, asked_len=None) == PoolSize(4, 64)
     with pytest.raises(MemoryBudgetError) as refused:
