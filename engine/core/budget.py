@@ -3,8 +3,8 @@
 A prompt that fits one step delays running sequences once. All prompts of a step together take at most MOST_S beside
 decodes. A long prompt is paced, because each of its steps delays running sequences:
 
-    beside others    SHARE * n * n of what the step takes without long prompts, where n long prompts are running;
-                     if one has images, at least as much as work on an image takes beside so many streams
+    beside others    SHARE * n * n of what the step takes without long prompts, where n are running, or wait for what they
+                     share; if one has images, at least as much as work on an image takes beside so many streams
     alone            ALONE * n times the fixed cost of a step: a request that arrives waits for the step that runs
 
 With a target ITL, all prompts of a step share the time it leaves, and nothing else holds them back. With a target TTFT,
@@ -260,9 +260,10 @@ class Allowance:
         self.num_tokens += excess - count
         self.load = self.load.with_chunk(start, count, num_states=self._budget.num_states, num_vectors=num_vectors)
 
-    def long_s(self, long: abc.Sequence[Sequence], now: float) -> float:
-        """Return the seconds that long prompts may take, beside decodes and short prompts."""
-        times, costs, num_long, others = self._budget.times, self._budget.times.costs, len(long), self.load
+    def long_s(self, long: abc.Sequence[Sequence], num_followers: int, now: float) -> float:
+        """Return the seconds that long prompts may take, beside decodes and short prompts; others may wait for them."""
+        times, costs, others = self._budget.times, self._budget.times.costs, self.load
+        num_long = len(long) + num_followers
         beside = self._budget.beside
         if not times.is_known or beside.streams_s or (others.num_decodes and beside.target_itl_s is not None):
             return self.seconds

@@ -87,7 +87,7 @@ def test_a_long_prompt_goes_on_beside_those_that_wait_for_vectors() -> None:
     with pytest.MonkeyPatch.context() as patch:
         long_s = Allowance.long_s
         patch.setattr(
-            Allowance, "long_s", lambda each, long, now: (shared.append(len(long)), long_s(each, long, now))[1]
+            Allowance, "long_s", lambda each, long, *rest: (shared.append(len(long)), long_s(each, long, *rest))[1]
         )
         for step in range(4):
             plan = scheduler.plan(float(step))

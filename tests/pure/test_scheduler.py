@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from engine.core.types import AbortCause, FinishReason, PlainTokens, StepEvents, TokenEvent
+from engine.core.types import AbortCause, FinishReason, PlainTokens, Request, StepEvents, TokenEvent
 from tests.integrity import check_scheduler
 from tests.pure.driver import FAILS, Driver, config, request, solo
 
@@ -305,3 +307,67 @@ def test_what_a_step_tells_keeps_its_order_and_knows_what_ends() -> None:
     assert told
     assert not StepEvents()
     assert list(told.ends) == [first]
+
+
+# -- prompts that arrive together and begin alike -----------------------------------------------------------------------
+
+
+def _alike(driver: Driver, num: int, common: int = 40, own: int = 4, **changes: object) -> list[Request]:
+    """Requests whose prompts share their first `common` ids."""
+    asked = [request(f"{i}", (*range(10, 10 + common), *[i] * own), max_tokens=3, **changes) for i in range(num)]
+    for each in asked:
+        driver.add(each)
+    return asked
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("groups", [{}, {"windows": (8,)}])
+def test_what_prompts_share_is_computed_once(depth: int, groups: dict[str, Any]) -> None:
+    driver = Driver(config(num_blocks=400, **groups), depth)
+    asked = _alike(driver, 5)
+    driver.drain()
+    driver.check_streams()
+    assert sum(driver.prompts[each.request_id, 0].num_cached_tokens for each in asked) == 4 * 40
+
+
+def test_what_owners_or_recurrent_states_keep_apart_is_not_waited_for() -> None:
+    for changes, settings in (({"cache_owner": "b"}, {}), ({}, {"state_blocks": 2})):
+        driver = Driver(config(num_blocks=400, max_num_batched_tokens=100, **settings))
+        _alike(driver, 1)
+        driver.add(request("other", (*range(10, 50), 7), **changes))
+        plan = driver.scheduler.plan(0.0)
+        assert plan is not None
+        assert len(plan.chunks) == 2
+
+
+def test_a_short_prompt_waits_for_no_long_one() -> None:
+    driver = Driver(config(num_blocks=400))
+    _alike(driver, 1)  # 44 ids, where a step holds 12
+    driver.step()
+    driver.add(request("short", (*range(10, 20), 7)))
+    driver.step()
+    assert not driver.scheduler.has_parked
+
+
+@pytest.mark.parametrize("how", ["abort", "roll back"])
+def test_who_waits_goes_on_when_the_other_does_not(how: str) -> None:
+    driver = Driver(config(num_blocks=400), depth=1)
+    asked = _alike(driver, 3)
+    driver.step()
+    assert driver.scheduler.has_parked
+    if how == "abort":
+        driver.take(driver.scheduler.abort("0", AbortCause.DISCONNECT, driver.now))
+    else:
+        assert driver.run_out_of_memory("too much") == {"0"}
+    driver.drain()
+    assert all(driver.streams[each.request_id, 0] == solo(each, 0)[0] for each in asked[1:])
+
+
+def test_who_waits_may_leave() -> None:
+    driver = Driver(config(num_blocks=400))
+    _alike(driver, 3)
+    driver.step()
+    driver.take(driver.scheduler.abort_all(AbortCause.DISCONNECT, driver.now))
+    driver.drain()
+    assert not driver.scheduler.has_parked
+    assert not driver.scheduler.has_work

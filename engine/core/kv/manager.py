@@ -20,7 +20,7 @@ from engine.core.in_flight import InFlightStep
 from engine.core.kv.groups import WindowGroup, last_boundary
 from engine.core.kv.imports import PrefixImports
 from engine.core.kv.pins import Pins
-from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, Unkept, request_names
+from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, Unkept, name_block, request_names
 from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.kv.tiers import Tiers
 from engine.core.page_table import NEVER, NO_BLOCK, StateSlots, blocks_for
@@ -190,6 +190,32 @@ class KVCacheManager:
                 hits, hosts = hits[:num_blocks], hosts[: max(num_blocks - len(hits), 0)]
             kv.matched, kv.matched_at = (hits, hosts), (self.pool.version, versions[1], len(seq.tokens))
         return list(kv.matched[0]), list(kv.matched[1])
+
+    def coming(self, seq: Sequence, leaders: Iterable[Sequence]) -> tuple[Sequence, int] | None:
+        """Return which running prompt computes what a waiting one lacks, and how many blocks both begin with; None if none does.
+
+        A recurrent state is kept at few boundaries, so that waiting for one would often be in vain.
+        """
+        if not self._caching or self._recurrent is not None or seq.needs_every_position or seq.kv.ticket is not None:
+            return None
+        size, num = self.block_size, sum(map(len, self._match(seq)))
+        if num >= (most := (len(seq.tokens) - 1) // size):
+            return None
+        name = self._name(seq, num)
+        for leader in leaders:
+            last = min(most, leader.num_prompt // size)
+            if num < last and self._name(leader, num) == name:
+                while num < last and self._name(leader, num) == self._name(seq, num):
+                    num += 1
+                return leader, num
+        return None
+
+    def _name(self, seq: Sequence, index: int) -> bytes:
+        """Return the name of a full block of a prompt."""
+        chain = seq.kv.chain
+        for at in range(len(chain) - 1, index + 1):
+            name_block(chain, seq.tokens, at, self.block_size)
+        return chain[index + 1]
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""

@@ -90,7 +90,7 @@ class PromptPlan:
         return (self._missing.clip(spans, start, stop) if spans else stop) - start
 
     def _plan_long(self, long: list[Sequence], now: float) -> None:
-        allowance, seconds = self._allowance, self._allowance.long_s(long, now)
+        allowance, seconds = self._allowance, self._allowance.long_s(long, len(self._queue.followers), now)
         first, soonest = long[0], min(long, key=self._num_left)
         if soonest is first:
             allowance.seconds = seconds

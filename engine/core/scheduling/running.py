@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from math import inf
 from operator import attrgetter
 
 from engine.core.config import SchedulerConfig
@@ -28,7 +29,8 @@ class RunningQueue:
         self.foreground, self.background = make_queue(config.policy), make_queue(config.policy)
         self.may_yield = self.foreground.may_yield  # the policy may name victims for a waiting sequence
         self.running: list[Sequence] = []
-        self.parked: dict[Sequence, None] = {}  # wait for transfers, outside the order of admission
+        self.parked: dict[Sequence, None] = {}  # wait for transfers or leaders, outside the order of admission
+        self.followers: dict[Sequence, tuple[Sequence, int]] = {}  # of those: the leader, and the blocks to wait for
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
         self.num_with_spans = 0  # requests
         self._recorder = recorder
@@ -65,6 +67,7 @@ class RunningQueue:
         """Remove a waiting sequence."""
         if seq in self.parked:
             del self.parked[seq]
+            self.followers.pop(seq, None)
         else:
             self.queue_of(seq.request).remove(seq)
         self._recorder.queued(seq, -1)
@@ -73,6 +76,20 @@ class RunningQueue:
         """Hold a waiting sequence outside of its queue until `unpark`."""
         self.queue_of(seq.request).remove(seq)
         self.parked[seq] = None
+
+    def follow(self, seq: Sequence, leader: Sequence, num_blocks: int) -> None:
+        """Hold a waiting sequence until a running one has computed so many blocks that it begins with, too."""
+        self.park(seq)
+        seq.kv.awaits_until_s = inf
+        self.followers[seq] = leader, num_blocks
+
+    def lead(self) -> None:
+        """Move the sequences to their waiting queues whose leaders have computed these blocks, or will not."""
+        for seq, (leader, num_blocks) in list(self.followers.items()):
+            if leader.kv.num_published >= num_blocks or not leader.leads:
+                seq.kv.awaits_until_s = 0.0
+                del self.followers[seq]
+                self.unpark([seq])
 
     def unpark(self, sequences: Iterable[Sequence]) -> None:
         """Move those of these sequences that are parked to their waiting queues."""

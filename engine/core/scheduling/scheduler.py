@@ -55,6 +55,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []  # in the last step ...
         self._decoding_slots: tuple[int, ...] = ()  # ... and their rows ...
         self._decoding_choices: list[tuple[str, int]] = []  # ... and what their events name
+        self._leaders: list[Sequence] = []  # that compute what others may begin with
         self._next_step_id = 0
         self._made_room = False  # for an atomic span, by decodes that waited, in the last step
         self._committed_s = 0.0
@@ -129,7 +130,10 @@ class Scheduler:
         if self.kv.pins.until:
             self.kv.pins.expire(now)
         if self._queue.parked:
+            self._queue.lead()
             self._queue.unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
+        if self._leaders:
+            self._leaders = [seq for seq in self._leaders if seq.leads]
         if not self.kv.has_blocks_for(len(self._queue.running)):
             self._queue.foreground.arrange(self._queue.running)  # some may be preempted
         step = InFlightStep(planned_s=now)
@@ -259,7 +263,9 @@ class Scheduler:
     def _admit_first(self, now: float, step: InFlightStep) -> None:
         """Let the policy preempt sequences for the next waiting one, before the step has slices."""
         seq = self._queue.first_waiting
-        if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, step):
+        if seq is None or seq.kv.ticket is not None or seq.is_background or self._follows(seq):
+            return
+        if self._claim(seq, step):
             self._start(seq, now)
 
     def _admit(self, now: float, step: InFlightStep) -> Iterator[Sequence]:
@@ -268,10 +274,31 @@ class Scheduler:
         One block stays available for each running sequence, which may need it next.
         """
         for seq in self._next_waiting():
-            if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, step):
+            if seq.is_background and self._queue.has_foreground:
+                return
+            if self._follows(seq):
+                continue
+            if not self._claim(seq, step):
                 return
             self._start(seq, now)
             yield seq
+
+    def _follows(self, seq: Sequence) -> bool:
+        """Park a waiting sequence that begins as a prompt which is being computed; returns whether it waits for that.
+
+        Prompts that arrive together would each compute what they share. A short one waits for no long one, which is paced.
+        """
+        if not self._leaders or seq.status is not Status.WAITING:
+            return False
+        is_short = len(seq.tokens) <= self.config.max_num_batched_tokens
+        leaders = [
+            leader
+            for leader in self._leaders
+            if leader.is_background <= seq.is_background and not (is_short and leader.is_chunked_prefill)
+        ]
+        if (found := self.kv.coming(seq, leaders)) is not None:
+            self._queue.follow(seq, *found)
+        return found is not None
 
     def _next_waiting(self) -> Iterator[Sequence]:
         """Yield the waiting sequences in order; when one is asked for, the one before has started."""
@@ -288,6 +315,8 @@ class Scheduler:
         seq.move(Status.PREFILL)
         seq.is_chunked_prefill = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
         self._queue.start(seq)
+        if seq.leads:
+            self._leaders.append(seq)
 
     def _claim(self, seq: Sequence, step: InFlightStep) -> bool:
         """Allocate slots and blocks for a waiting sequence; returns whether that succeeded.
