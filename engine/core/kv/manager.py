@@ -192,11 +192,11 @@ class KVCacheManager:
         return list(kv.matched[0]), list(kv.matched[1])
 
     def coming(self, seq: Sequence, leaders: Iterable[Sequence]) -> tuple[Sequence, int] | None:
-        """Return which running prompt computes what a waiting one lacks, and how many blocks both begin with; None if none does.
+        """Return which running prompt computes what a waiting one lacks, and the positions after which it finds that; or None.
 
-        A recurrent state is kept at few boundaries, so that waiting for one would often be in vain.
+        A prompt with recurrent state has to keep that where the other leaves, which it may have passed.
         """
-        if not self._caching or self._recurrent is not None or seq.needs_every_position or seq.kv.ticket is not None:
+        if not self._caching or seq.needs_every_position or seq.kv.ticket is not None:
             return None
         size, num = self.block_size, sum(map(len, self._match(seq)))
         if num >= (most := (len(seq.tokens) - 1) // size):
@@ -207,7 +207,8 @@ class KVCacheManager:
             if num < last and self._name(leader, num) == name:
                 while num < last and self._name(leader, num) == self._name(seq, num):
                     num += 1
-                return leader, num
+                is_kept = self._recurrent is None or self._recurrent.keep_ahead(leader, num * size)
+                return (leader, num * size + (self._recurrent is not None)) if is_kept else None
         return None
 
     def _name(self, seq: Sequence, index: int) -> bytes:

@@ -21,7 +21,7 @@ this step begins at each boundary, drafts end there.
 
 A snapshot is kept where prompts are likely to branch: at the last boundary that the next turn of a conversation surely
 has, else at the last two boundaries of an input (the last token of an equal prompt is computed, so it resumes one block
-earlier than a longer one), at pinned prefixes, where another prompt branched, every so often in long prompts, and at the
+earlier than a longer one), at pinned prefixes, where another prompt branched or waits to, every so often in long prompts, and at the
 last boundary of an answer, because its end is known one step late. Chunks of prompts end there. A boundary is kept only if
 no other sequence needs the blocks; a prompt's is then copied to host memory from the slot, which the sequence goes on in.
 
@@ -73,6 +73,12 @@ class RecurrentGroup(Group):
             return stop
         ends = [end for end in (*self._ends(seq), (start // self._every + 1) * self._every) if start < end < stop]
         return min(ends, default=stop)
+
+    def keep_ahead(self, seq: Sequence, position: int) -> bool:
+        """Have a prompt keep its state at a boundary, where another leaves it; returns whether it will. It keeps one such."""
+        if seq.kv.branch <= seq.num_planned < position:
+            seq.kv.branch = position
+        return seq.kv.branch == position
 
     def _is_kept(self, seq: Sequence, position: int) -> bool:
         size = self._block_size

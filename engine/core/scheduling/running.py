@@ -15,7 +15,7 @@ from engine.core.in_flight import InFlightStep
 from engine.core.queues import make_queue
 from engine.core.queues.keyed import KeyedQueue
 from engine.core.scheduling.stats_recorder import StatsRecorder
-from engine.core.sequence import Sequence
+from engine.core.sequence import Sequence, Status
 from engine.core.types import Request
 
 _place = attrgetter("place")
@@ -30,7 +30,7 @@ class RunningQueue:
         self.may_yield = self.foreground.may_yield  # the policy may name victims for a waiting sequence
         self.running: list[Sequence] = []
         self.parked: dict[Sequence, None] = {}  # wait for transfers or leaders, outside the order of admission
-        self.followers: dict[Sequence, tuple[Sequence, int]] = {}  # of those: the leader, and the blocks to wait for
+        self.followers: dict[Sequence, tuple[Sequence, int]] = {}  # of those: the leader, and the positions to wait for
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
         self.num_with_spans = 0  # requests
         self._recorder = recorder
@@ -77,16 +77,16 @@ class RunningQueue:
         self.queue_of(seq.request).remove(seq)
         self.parked[seq] = None
 
-    def follow(self, seq: Sequence, leader: Sequence, num_blocks: int) -> None:
-        """Hold a waiting sequence until a running one has computed so many blocks that it begins with, too."""
+    def follow(self, seq: Sequence, leader: Sequence, num_positions: int) -> None:
+        """Hold a waiting sequence until a running one has computed so many positions, of which it needs some, too."""
         self.park(seq)
         seq.kv.awaits_until_s = inf
-        self.followers[seq] = leader, num_blocks
+        self.followers[seq] = leader, num_positions
 
     def lead(self) -> None:
-        """Move the sequences to their waiting queues whose leaders have computed these blocks, or will not."""
-        for seq, (leader, num_blocks) in list(self.followers.items()):
-            if leader.kv.num_published >= num_blocks or not leader.leads:
+        """Move the sequences to their waiting queues whose leaders have computed these positions, or will not."""
+        for seq, (leader, num_positions) in list(self.followers.items()):
+            if leader.num_computed >= num_positions or leader.status not in (Status.PREFILL, Status.RUNNING):
                 seq.kv.awaits_until_s = 0.0
                 del self.followers[seq]
                 self.unpark([seq])
