@@ -68,6 +68,7 @@ WINDOWED = [(own, name) for name in ("gemma2", "gemma3", "gpt-oss", "olmo3", "qw
 WINDOWED += [(own, "gemma4"), (own, "gemma4-shared"), (own, "gemma3n")]  # full layers of other sizes; shared K/V
 LONG = [_random.randrange(3, 128) for _ in range(205)]
 LONG_PROMPTS = [LONG, [*LONG[:150], *LONG[:50]], LONG[30:190], LONG[:31], LONG[:5]]
+LONG_PROMPTS += [LONG[begin : begin + 30] for begin in range(29, 118, 9)]
 
 
 @pytest.mark.parametrize(("kind", "name"), WINDOWED)
@@ -83,7 +84,7 @@ def test_groups_with_windows_say_what_transformers_says(
     num_kept = sum(spec.source is None for spec in model.states)
     assert num_kept == {"gemma4-shared": 3, "gemma3n": 2}.get(name, len(model.states)), "the others have no place"
     config = settings(
-        num_blocks=76 * (1 + len(groups.windows)),
+        num_blocks=60 * (1 + len(groups.windows)),
         max_model_len=256,
         max_num_batched_tokens=40,
         windows=groups.windows,  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def test_preemption_changes_no_token(name: str, num_host_blocks: int, tmp_path: 
         state_blocks=size,
         num_host_blocks=num_host_blocks,
     )
-    scheduler, prompts = Scheduler(config), [LONG[:length] for length in (1, 5, 23, 40, 12, 31)]
+    scheduler, prompts = Scheduler(config), [LONG[i : i + length] for i, length in enumerate((1, 5, 23, 40, 12, 31))]
     requests = [request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(prompts)]
     served = serve(model, config, requests, depth=1, apart=1, scheduler=scheduler)
     assert scheduler.stats.preemptions > 0
