@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from ctypes import c_double
 from math import inf
 from threading import Semaphore, Thread
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.core.step import PendingStep, StepResult
 from engine.runtime.native.library import native
+from engine.system.calls import settle
 
 T = TypeVar("T")
 
@@ -33,24 +35,22 @@ class Pieces(TorchFunctionMode, Generic[T]):
         super().__init__()
         self._call, self._until, self._is_closed = call, c_double(), False
         self._go, self._back = Semaphore(0), Semaphore(0)
-        self._outcome: T | BaseException | None = None
+        self._outcome: Future[T] = Future()
         self._thread = Thread(target=self._run, name="quire-pieces", daemon=True)
         self._thread.start()
 
     def advance(self, seconds: float) -> bool:
         """Go on for about so long; returns whether it is done."""
-        if self._outcome is None:
+        if not self._outcome.done():
             self._until.value = _now() + seconds
             self._go.release()
             self._back.acquire()
-        return self._outcome is not None
+        return self._outcome.done()
 
     def result(self) -> T:
         """Return the result of what is done, or raise its error."""
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        assert self._outcome is not None, "it is done"
-        return self._outcome
+        assert self._outcome.done()
+        return self._outcome.result()
 
     def close(self) -> None:
         """End it where it is."""
@@ -74,12 +74,9 @@ class Pieces(TorchFunctionMode, Generic[T]):
         self._go.acquire()
         library = native()
         kept = None if library is None else library.pause(self._until, self._pause)  # noqa: F841 - it has to live
-        try:
-            if not self._is_closed:
-                with self:
-                    self._outcome = self._call()
-        except BaseException as error:  # any: it is raised where the result is asked for
-            self._outcome = error
+        if not self._is_closed:
+            with self:
+                settle(self._outcome, self._call)
         self._back.release()
 
 
