@@ -153,7 +153,7 @@ def test_what_keeps_prompts_apart(serve: Callable[..., Live], tmp_path: Path) ->
     assert ask(live, "short")["cause"] == "short"
 
 
-def test_a_prompt_that_is_not_computed_yet(serve: Callable[..., Live]) -> None:
+def test_a_prompt_waits_for_one_that_begins_alike(serve: Callable[..., Live]) -> None:
     live = serve(template=TEMPLATE, config=replace(CONFIG, max_num_batched_tokens=16))
     live.gate.close()
     told: list[dict[str, Any]] = []
@@ -164,7 +164,17 @@ def test_a_prompt_that_is_not_computed_yet(serve: Callable[..., Live]) -> None:
     live.gate.open()
     for thread in threads:
         thread.join()
-    assert sorted(each["cause"] for each in told) == ["new", "unfinished"]
+    assert sorted(each["cause"] for each in told) == ["extended", "new"]
+
+
+def test_a_prompt_that_was_cut_short(serve: Callable[..., Live]) -> None:
+    live = serve(template=TEMPLATE, config=replace(CONFIG, max_num_batched_tokens=16))
+    live.gate.close()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(live.url + CHAT, json={"messages": turns(SYSTEM, QUESTION)}, timeout=0.5)
+    eventually(lambda: live.context.client.num_open == 0)
+    live.gate.open()
+    assert ask(live, SYSTEM, QUESTION)["cause"] == "unfinished"
 
 
 def test_a_prompt_that_was_forgotten(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,3 +372,15 @@ def test_who_waits_may_leave() -> None:
     driver.drain()
     assert not driver.scheduler.has_parked
     assert not driver.scheduler.has_work
+
+
+def test_who_waits_keeps_its_place() -> None:
+    """There are two rows. The third request, which shares nothing, does not take the second one's."""
+    driver = Driver(config(num_blocks=400, max_num_seqs=2))
+    _alike(driver, 2)
+    driver.add(request("late", (1, 2, 3), max_tokens=30, eos_token_ids=frozenset(), arrival_s=1.0))
+    while ("1", 0) not in driver.streams:
+        assert ("late", 0) not in driver.streams
+        driver.step()
+    driver.drain()
+    driver.check_streams()

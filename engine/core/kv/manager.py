@@ -191,6 +191,14 @@ class KVCacheManager:
             kv.matched, kv.matched_at = (hits, hosts), (self.pool.version, versions[1], len(seq.tokens))
         return list(kv.matched[0]), list(kv.matched[1])
 
+    def has_room_for(self, sequences: Iterable[Sequence], *, reserve: int) -> bool:
+        """Return whether rows and blocks are free for all of these, if they find nothing cached, and `reserve` blocks of each group."""
+        num_slots, num_blocks = 0, reserve
+        for seq in sequences:
+            num_slots += seq.num_slots
+            num_blocks += blocks_for(len(seq.tokens), self.block_size)
+        return len(self._slots) >= num_slots and self.pool.num_spare >= num_blocks * self._num_groups
+
     def coming(self, seq: Sequence, leaders: Iterable[Sequence]) -> tuple[Sequence, int] | None:
         """Return which running prompt computes what a waiting one lacks, and the positions after which it finds that; or None.
 

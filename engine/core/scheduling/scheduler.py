@@ -326,6 +326,9 @@ class Scheduler:
         running = self._queue.running
         if any(parked.kv.is_fetched_again for parked in self._queue.parked):
             return False  # its place is before this one
+        ahead = [other for other in self._queue.followers if other.place < seq.place]
+        if ahead and not self.kv.has_room_for([seq, *ahead], reserve=len(running)):
+            return False  # their places are, too
         while (loads := self.kv.allocate(seq, reserve=len(running))) is None:
             if seq.kv.is_fetched_again:
                 self._queue.park(seq)
