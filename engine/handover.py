@@ -98,8 +98,8 @@ class Handover:
     def _named(self, prefix: Prefix) -> Prefix:
         """Return a prompt with the names of all its full blocks: the engine's thread would take 2 us for each."""
         names = prefix.names.copy()
-        for index in range(self.count_blocks(len(prefix.tokens))):
-            name_block(names, prefix.tokens, index, self._layout.block_size)
+        if num_blocks := self.count_blocks(len(prefix.tokens)):
+            name_block(names, prefix.tokens, num_blocks - 1, self._layout.block_size)
         return prefix._replace(names=names)
 
     def send(self, prefix: Prefix) -> Offer | None:
@@ -194,8 +194,8 @@ class Handover:
         """Return the names that a prompt's blocks have in a parcel, without the parts of them that are public."""
         chain = prefix.names.copy()
         chain[:] = [prefix.root]
-        for index in range(self.count_blocks(len(prefix.tokens))):
-            name_block(chain, prefix.tokens, index, self._layout.block_size)
+        if num_blocks := self.count_blocks(len(prefix.tokens)):
+            name_block(chain, prefix.tokens, num_blocks - 1, self._layout.block_size)
         return [place.name(chain) for place in places if place.at + 1 < len(chain)]
 
     def _read(self, prefix: Prefix, rows: Rows, places: Sequence[Place]) -> int:

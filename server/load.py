@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire.serve")
 
-
 _TURN_S = 0.0002  # with the usual 5 ms a load of 300 matrices waits a second for the GIL
-
-
 _SMALL_POOL = 1024  # tokens; a smaller pool is usually a mistyped --kv-cache-memory-bytes
 
 

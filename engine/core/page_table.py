@@ -91,9 +91,8 @@ class SequenceKV:
     is_cacheable: bool = True
     tables: tuple[list[int], ...] = ()  # none while it holds no blocks
     state: StateSlots = field(default_factory=StateSlots)
-    branch: int = (
-        0  # the boundary up to which the first group's blocks were found, but no state; or where another leaves
-    )
+    # The boundary up to which the first group's blocks were found, but no state; later one where another prompt leaves.
+    branch: int = 0
     is_lost: bool = False  # what it has in the other groups was to be written by a step that was rolled back
     num_owed: int = 0  # blocks that its other groups may still need before its known tokens are computed
     # The cached blocks that it can begin with, and the host blocks that follow, as they were at these versions of the pool

@@ -144,9 +144,7 @@ class Sequence:
     has_row: bool = False  # the runner has been sent its ids and tables
     is_forked: bool = field(init=False)
     is_leaving: bool = False  # out of the queues, but a step in flight still names its blocks
-    is_chunked_prefill: bool = (
-        False  # no single step could hold what was to compute when it was admitted, nor can the rest
-    )
+    is_chunked_prefill: bool = False  # no single step could hold what was to compute when it was admitted
     beam_group: Group | None = None
     drafts: DraftHistory | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
@@ -192,10 +190,8 @@ class Sequence:
     @property
     def leads(self) -> bool:
         """Return whether the sequence computes blocks of its prompt that others will find."""
-        is_running = self.status is Status.PREFILL or self.status is Status.RUNNING
-        return (
-            is_running and self.kv.is_cacheable and (self.kv.num_published + 1) * self.kv.block_size <= self.num_prompt
-        )
+        kv, is_running = self.kv, self.status is Status.PREFILL or self.status is Status.RUNNING
+        return is_running and kv.is_cacheable and (kv.num_published + 1) * kv.block_size <= self.num_prompt
 
     @property
     def is_waiting(self) -> bool:

@@ -303,9 +303,9 @@ class TokenEvent(NamedTuple):
 _make = tuple.__new__
 
 
-@dataclass(slots=True)  # not frozen: that calls object.__setattr__ for each field, once a step
+@dataclass(frozen=True, slots=True)
 class PlainTokens:
-    """One token each of sequences that go on: events that say no more. Neither it nor its lists ever change."""
+    """One token each of sequences that go on: events that say no more. The lists never change."""
 
     choices: Sequence[tuple[str, int]]  # (request id, choice)
     token_ids: Sequence[int]

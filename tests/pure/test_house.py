@@ -37,6 +37,15 @@ def test_every_figure_is_current(measured: dict[str, str]) -> None:
         check_figure(numbers(shown[name]), numbers(value))
 
 
+def test_the_readme_counts_the_same_lines(measured: dict[str, str]) -> None:
+    found = re.search(r"(\d+) k of Python, (\d+) k of C", (ROOT / "README.md").read_text())
+    assert found is not None
+    for thousands, row in zip(
+        found.groups(), ("engine and server: lines of Python", "engine: lines of C"), strict=True
+    ):
+        assert abs(int(thousands) - numbers(measured[row])[0] / 1000) < 1
+
+
 def check_figure(shown: list[int], measured: list[int]) -> None:
     """Compare the numbers of one row."""
     assert len(shown) == len(measured)

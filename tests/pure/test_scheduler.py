@@ -384,3 +384,15 @@ def test_who_waits_keeps_its_place() -> None:
         driver.step()
     driver.drain()
     driver.check_streams()
+
+
+def test_who_is_called_back_by_a_transfer_follows_no_longer() -> None:
+    driver = Driver(config(num_blocks=400))
+    _alike(driver, 2)
+    driver.step()
+    queue = driver.scheduler._queue
+    [follower] = queue.followers
+    queue.unpark([follower])
+    assert not queue.followers
+    driver.drain()
+    driver.check_streams()

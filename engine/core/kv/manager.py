@@ -199,7 +199,7 @@ class KVCacheManager:
             num_blocks += blocks_for(len(seq.tokens), self.block_size)
         return len(self._slots) >= num_slots and self.pool.num_spare >= num_blocks * self._num_groups
 
-    def coming(self, seq: Sequence, leaders: Iterable[Sequence]) -> tuple[Sequence, int] | None:
+    def find_leader(self, seq: Sequence, leaders: Iterable[Sequence]) -> tuple[Sequence, int] | None:
         """Return which running prompt computes what a waiting one lacks, and the positions after which it finds that; or None.
 
         A prompt with recurrent state has to keep that where the other leaves, which it may have passed.
@@ -209,22 +209,18 @@ class KVCacheManager:
         size, num = self.block_size, sum(map(len, self._match(seq)))
         if num >= (most := (len(seq.tokens) - 1) // size):
             return None
-        name = self._name(seq, num)
+
+        def name(of: Sequence) -> bytes:
+            return name_block(of.kv.chain, of.tokens, num, size)
+
         for leader in leaders:
             last = min(most, leader.num_prompt // size)
-            if num < last and self._name(leader, num) == name:
-                while num < last and self._name(leader, num) == self._name(seq, num):
+            if num < last and name(leader) == name(seq):
+                while num < last and name(leader) == name(seq):
                     num += 1
                 is_kept = self._recurrent is None or self._recurrent.keep_ahead(leader, num * size)
                 return (leader, num * size + (self._recurrent is not None)) if is_kept else None
         return None
-
-    def _name(self, seq: Sequence, index: int) -> bytes:
-        """Return the name of a full block of a prompt."""
-        chain = seq.kv.chain
-        for at in range(len(chain) - 1, index + 1):
-            name_block(chain, seq.tokens, at, self.block_size)
-        return chain[index + 1]
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""

@@ -52,10 +52,10 @@ def _packer(count: int) -> Callable[..., bytes]:
 
 
 def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size: int) -> bytes:
-    """Return the digest of full block `index`; `chain` begins with the root and is extended."""
-    if len(chain) == index + 1:
-        part = chain.parts.get(index, b"") if isinstance(chain, Chain) else b""
-        chain.append(chain_next(chain[index], tokens[index * block_size : (index + 1) * block_size], part))
+    """Return the digest of full block `index`; `chain` begins with the root and is extended so far."""
+    while (at := len(chain) - 1) <= index:
+        part = chain.parts.get(at, b"") if isinstance(chain, Chain) else b""
+        chain.append(chain_next(chain[at], tokens[at * block_size : (at + 1) * block_size], part))
     return chain[index + 1]
 
 
@@ -254,5 +254,5 @@ class Unkept(PrefixCache):
 
     def register(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:  # noqa: ARG002 - as above
         """Name blocks."""
-        for index in range(max(first, len(chain) - 1), stop):
-            name_block(chain, tokens, index, self.block_size)
+        if stop > first:
+            name_block(chain, tokens, stop - 1, self.block_size)

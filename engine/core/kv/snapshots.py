@@ -21,9 +21,10 @@ this step begins at each boundary, drafts end there.
 
 A snapshot is kept where prompts are likely to branch: at the last boundary that the next turn of a conversation surely
 has, else at the last two boundaries of an input (the last token of an equal prompt is computed, so it resumes one block
-earlier than a longer one), at pinned prefixes, where another prompt branched or waits to, every so often in long prompts, and at the
-last boundary of an answer, because its end is known one step late. Chunks of prompts end there. A boundary is kept only if
-no other sequence needs the blocks; a prompt's is then copied to host memory from the slot, which the sequence goes on in.
+earlier than a longer one), at pinned prefixes, where another prompt branched or waits to, every so often in long
+prompts, and at the last boundary of an answer, because its end is known one step late. Chunks of prompts end there. A
+boundary is kept only if no other sequence needs the blocks; a prompt's is then copied to host memory from the slot, which
+the sequence goes on in.
 
 A conversation needs its last snapshot only: once the next turn has its own, the one that it resumed from is evicted before
 all others, here and below, unless another prompt was seen to leave there.
@@ -149,9 +150,8 @@ class RecurrentGroup(Group):
         # A step in flight might still fail.
         if self._listener is None or not is_plain or not seq.num_computed == position <= seq.num_prompt:
             return
-        for index in range(len(seq.kv.chain) - 1, position // self._block_size):
-            name_block(seq.kv.chain, seq.tokens, index, self._block_size)
-        for name, block in zip(self.names(seq.kv.chain[position // self._block_size]), state.slot, strict=True):
+        boundary = name_block(seq.kv.chain, seq.tokens, position // self._block_size - 1, self._block_size)
+        for name, block in zip(self.names(boundary), state.slot, strict=True):
             self._listener.leaves(name, block)
 
     def publish(self, seq: Sequence, num_known: int) -> None:
@@ -159,8 +159,6 @@ class RecurrentGroup(Group):
         size, state, chain = self._block_size, seq.kv.state, seq.kv.chain
         for position, slot, ready_at in state.held:
             if position and not position % size and ready_at <= num_known:
-                for index in range(len(chain) - 1, position // size):
-                    name_block(chain, seq.tokens, index, size)
                 if self.register(chain, seq.tokens, position // size - 1, slot):
                     if position == seq.request.turn_end // size * size:
                         self._supersede(state.continued)

@@ -83,19 +83,18 @@ class RunningQueue:
         seq.kv.awaits_until_s = inf
         self.followers[seq] = leader, num_positions
 
-    def lead(self) -> None:
+    def release_followers(self) -> None:
         """Move the sequences to their waiting queues whose leaders have computed these positions, or will not."""
-        for seq, (leader, num_positions) in list(self.followers.items()):
-            if leader.num_computed >= num_positions or leader.status not in (Status.PREFILL, Status.RUNNING):
-                seq.kv.awaits_until_s = 0.0
-                del self.followers[seq]
-                self.unpark([seq])
+        running = (Status.PREFILL, Status.RUNNING)
+        waits = self.followers.items()
+        self.unpark([seq for seq, (each, num) in waits if each.num_computed >= num or each.status not in running])
 
     def unpark(self, sequences: Iterable[Sequence]) -> None:
         """Move those of these sequences that are parked to their waiting queues."""
         for seq in sequences:
             if seq in self.parked:
                 del self.parked[seq]
+                self.followers.pop(seq, None)
                 self.queue_of(seq.request).push(seq)
 
     def start(self, seq: Sequence) -> None:

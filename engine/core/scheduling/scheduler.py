@@ -130,7 +130,7 @@ class Scheduler:
         if self.kv.pins.until:
             self.kv.pins.expire(now)
         if self._queue.parked:
-            self._queue.lead()
+            self._queue.release_followers()
             self._queue.unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
         if self._leaders:
             self._leaders = [seq for seq in self._leaders if seq.leads]
@@ -296,7 +296,7 @@ class Scheduler:
             for leader in self._leaders
             if leader.is_background <= seq.is_background and not (is_short and leader.is_chunked_prefill)
         ]
-        if (found := self.kv.coming(seq, leaders)) is not None:
+        if (found := self.kv.find_leader(seq, leaders)) is not None:
             self._queue.follow(seq, *found)
         return found is not None
 

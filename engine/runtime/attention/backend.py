@@ -79,7 +79,7 @@ class AttentionBackend(ABC):
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities()
     batch: Batch  # the step's, once it is prepared
 
-    def check(self, spec: AttentionSpec, dtype: torch.dtype) -> None:  # noqa: B027 - by default all
+    def check(self, spec: AttentionSpec, dtype: torch.dtype) -> None:  # noqa: B027 - not abstract: most backends take every layer
         """Raise ConfigError for a layer and pool that the backend has no kernel for."""
 
     def prepare(self, batch: Batch) -> None:
@@ -98,11 +98,11 @@ class AttentionBackend(ABC):
         self, spec: AttentionSpec, qkv: Tensor, rotation: Rotation, k_pool: Tensor, v_pool: Tensor
     ) -> Tensor:
         """Attend from the projection: qkv [T, query, key and value heads, head_dim]."""
-        raise NotImplementedError
+        raise NotImplementedError  # called where `capabilities.rotates` alone
 
     def paged_layer(self, spec: AttentionSpec, k_pool: Tensor, v_pool: Tensor) -> Any:
         """Return the PagedLayer of the native library: a layer's pool and the step."""
-        raise NotImplementedError
+        raise NotImplementedError  # called where `capabilities.native` alone
 
     def another(self) -> AttentionBackend:
         """Return a backend like this one, for the batch of another group of layers."""

@@ -1,4 +1,4 @@
-"""Steps of prompts that nobody sent, which try a device and measure it."""
+"""Plans of synthetic prompts, which warm a device up and measure its memory."""
 
 from __future__ import annotations
 

@@ -18,8 +18,6 @@ from engine.runtime.models import common_settings as common
 from engine.runtime.models.expert_settings import gemma4_experts
 
 _MOST_STREAMS = 16  # as many numbers, squared, are on a stack of the native library
-
-
 _GEMMA4_ROPES = {
     common.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     common.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
