@@ -57,6 +57,7 @@ class TextTokenizer:
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.marks = tuple(self._added.values())  # special ones and others, such as <think>
         self._byte_level = "ByteLevel" in str(backend.decoder)
         self.chat_template = (
             ChatTemplate(vocabulary.chat_template, vocabulary.special_tokens) if vocabulary.chat_template else None

@@ -15,14 +15,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
-from engine.core.errors import ConfigError, ContextLengthError, QuireError
+from engine.core.errors import ConfigError, ContextLengthError, OverloadedError, QuireError
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.text.chat.choice import Delta, TextRules
 from engine.text.chat.limits import num_common
 from engine.text.fields.chat import ChatFields, Conversation, Message
 from engine.text.fields.sampling import QueueFields
 from engine.text.tokenizer import TextTokenizer
-from engine.text.types import CallBegin
 from server.answers.client import Answer, EngineClient
 from server.answers.generation import ChoiceDelta, Generation
 from server.answers.model import ServedModel
@@ -79,7 +78,7 @@ class Judge:
         if len(self._labels) < len(spelt):
             raise ConfigError("The tokens of this guard's labels begin alike; its files do not fit each other.")
         self._unsafe = [ids[num] for ids in spelt[-2 if is_strict and len(spelt) > 2 else -1 :]]
-        marks = "|".join(map(re.escape, model.tokenizer.special_tokens))
+        marks = "|".join(map(re.escape, model.tokenizer.marks))
         self._marks = re.compile(marks or r"(?!)")
 
     @classmethod
@@ -91,7 +90,7 @@ class Judge:
 
     async def read(self, turns: Turns, like: Request) -> Verdict:
         """Return what the guard says of the last turn, asked in the queue as the request `like`. Raises QuireError."""
-        # Marks of the model in a text are broken: they would end its turn, and begin the verdict.
+        # Marks of the model in a text are broken: they would end its turn and begin the verdict, or be left out with thoughts.
         shown = [(role, self._marks.sub(lambda found: found[0][0] + " " + found[0][1:], text)) for role, text in turns]
         body = Conversation(messages=[Message(role=role, content=text) for role, text in shown])  # type: ignore[arg-type]
         text = (await self._model.render(body)).removesuffix(self._style.opening)
@@ -150,6 +149,8 @@ class ContentGuard:
                 if judge is None:
                     raise QuireError("it is no guard.")
                 return await judge.read(turns, like)
+        except OverloadedError:  # which is soon over
+            raise
         except (QuireError, ApiError) as error:
             why = error.message if isinstance(error, ApiError) else str(error)
             if isinstance(error, ContextLengthError):
@@ -184,11 +185,6 @@ def _said(turns: Turns, role: str, text: str) -> list[tuple[str, str]]:
     return [*turns, (role, text)]
 
 
-def written(delta: Delta) -> str:
-    """Return all that the model wrote: thoughts, text and calls."""
-    return "".join([f"\n{piece.name} " if isinstance(piece, CallBegin) else piece.text for piece in delta.pieces])
-
-
 class GuardedGeneration(Generation):
     """A generation whose choices are taken once the guard has judged them; what it finds unsafe ends without the held text."""
 
@@ -203,8 +199,9 @@ class GuardedGeneration(Generation):
     ) -> None:
         super().__init__(answer, requests, tokenizer, rules)
         self._guard, self._turns, self._requests = guard, turns, requests
-        self._shown = [""] * len(self._choices)  # the text of deltas that were taken
-        self._judged = [(0, "")] * len(self._choices)  # tokens and text
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self._taken = [list[int]() for _ in self._choices]  # the tokens of deltas
+        self._judged = [(0, "")] * len(self._choices)  # the number of tokens, and their text
         self._refused: dict[int, Verdict] = {}  # choices whose prompt is unsafe
 
     async def read_prompts(self) -> None:
@@ -220,7 +217,7 @@ class GuardedGeneration(Generation):
     async def next_deltas(self) -> list[ChoiceDelta]:
         news = await super().next_deltas()
         for index, delta in news:
-            self._shown[index] += written(delta)
+            self._taken[index] += delta.token_ids
         return news
 
     async def _listen(self) -> list[int]:
@@ -233,7 +230,8 @@ class GuardedGeneration(Generation):
         heard = await super()._listen()
         choices, every = self._choices, self._guard.every
         due = [i for i in heard if choices[i].is_done or choices[i].num_tokens - self._judged[i][0] >= every]
-        texts = {i: self._shown[i] + written(choices[i].pending) for i in due}
+        # All that was drawn: a stop string or a parser may hold text of tokens whose ids and log probabilities are sent.
+        texts = {i: self._decode([*self._taken[i], *choices[i].pending.token_ids]) for i in due}
         new = {i: text for i, text in texts.items() if text != self._judged[i][1]}
         verdicts = await self._all([self._read(i, text) for i, text in new.items()])
         for index, verdict in zip(new, verdicts, strict=True):

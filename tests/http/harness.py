@@ -63,8 +63,13 @@ CONFIG = SchedulerConfig(
 APP = AppConfig(model="some/parrot", served_model_names=("parrot", "bird"), shutdown_timeout_s=0.0)
 
 
-def byte_tokenizer(template: str = TEMPLATE, pairs: Mapping[str, int] = {}, marks: Sequence[str] = ()) -> TextTokenizer:
-    """One token a byte, in byte order, an end token, and `marks`; `pairs` of letters are tokens in place of other bytes."""
+def byte_tokenizer(
+    template: str = TEMPLATE, pairs: Mapping[str, int] = {}, marks: Sequence[str] = (), tags: Sequence[str] = ()
+) -> TextTokenizer:
+    """One token a byte, in byte order, an end token, `marks`, and `tags`, which are shown.
+
+    `pairs` of letters are tokens in place of other bytes.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -73,6 +78,7 @@ def byte_tokenizer(template: str = TEMPLATE, pairs: Mapping[str, int] = {}, mark
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in ("<end>", *marks)])
+    backend.add_tokens([AddedToken(tag, special=False) for tag in tags])
     vocabulary = TokenizerConfig(
         special_tokens={},
         eos_token_ids=frozenset({END}),
