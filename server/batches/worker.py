@@ -47,6 +47,9 @@ PATIENCE_S = 60.0  # without the end of a background line, until one runs in the
 PROBE_S = 1.0  # after a line ran in the foreground, to see if the background moves
 INPUT_LOST = "The input file cannot be read any more; upload it again."
 NOT_NOW = (429, 503)  # statuses that are not about the line
+LASTING = frozenset(
+    {"model_failed", "model_not_loaded", "engine_dead", "guard_unavailable"}
+)  # of 503, until an operator acts
 
 Key = tuple[str, int]  # a batch, and the number of a line
 
@@ -219,7 +222,8 @@ class BatchWorker:
             logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
             return unanswered(line, "input_lost", INPUT_LOST)
         reply = await dispatcher.ask(line.endpoint, document, account)
-        if reply.status in NOT_NOW and reply.error_code != "model_failed":  # which may last, and hold up other lines
+        # What lasts would hold up other lines; at the end of the daemon nothing does.
+        if reply.status in NOT_NOW and (self._models.is_draining or reply.error_code not in LASTING):
             await asyncio.sleep(RETRY_S)
             raise _NotNowError
         return None if reply.status >= 500 and self._models.is_dead else answered(line, reply)

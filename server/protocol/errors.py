@@ -61,7 +61,7 @@ _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (DeadlineError, 408, "timeout_error", "deadline_unreachable"),
     (OverloadedError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (ShuttingDownError, 503, "service_unavailable_error", "shutting_down"),
-    (EngineDeadError, 500, _SERVER, "engine_dead"),
+    (EngineDeadError, 503, _SERVER, "engine_dead"),
     (ComputeError, 500, _SERVER, "compute_error"),
     (QuireError, 500, _SERVER, "internal_error"),
     (ClientDisconnect, 499, _INVALID, "client_disconnected"),
