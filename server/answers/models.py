@@ -273,10 +273,8 @@ class Models:
         """Raise a 503 if a load is of no use; a failure counts for `patience_s`."""
         if self.is_draining:
             raise ShuttingDownError("The server is shutting down; send the request to another one.")
-        if self.is_starting or (
-            asks and entry.parts is None and entry.loading is None and not entry.config.models_autoload
-        ):
-            entry.now()
+        if self.is_starting or (asks and entry.loading is None and not entry.config.models_autoload):
+            entry.now(is_asked=True)
         if entry.error and (time.monotonic() - entry.failed_s < patience_s or entry.load is None):
             message = f"The model {entry.name!r} could not be loaded: {entry.error}"
             raise ApiError(503, "model_failed", message, "model", "server_error")

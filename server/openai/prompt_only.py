@@ -170,7 +170,7 @@ class EmbeddingBody(PromptOnlyBody):
 
     def shape(self, pooled: Sequence[float], *, normalizes: bool) -> list[float] | str:
         """Return an input's vector. Raises InvalidRequestError for too many dimensions."""
-        wanted = normalizes if self.normalize is None else self.normalize
+        wanted = (normalizes or self.dimensions is not None) if self.normalize is None else self.normalize
         vector = unit_vector(pooled, self.dimensions, normalizes=wanted)
         return vector.tolist() if self.encoding_format == "float" else b64encode(vector.tobytes()).decode()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import threading
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -410,6 +412,23 @@ def test_sentence_transformers_files_decide(embedder: tuple[Served, Callable[[Te
     )
     assert [each["relevance_score"] for each in ranked] == sorted(wanted, reverse=True) or len(ranked) == 2
     assert "document" not in ranked[0]
+
+
+def test_dimensions_scale_what_the_files_leave_as_it_is(tmp_path: Path) -> None:
+    model = save(tmp_path, KINDS["bert"])
+    describe(tmp_path, modules=modules("Transformer", "Pooling"), **{"1_Pooling__config": {"pooling_mode": "mean"}})
+    pooled = states(model, torch.tensor([20, 30])).mean(0)
+    with Served(tmp_path) as served:
+
+        def embedded(**fields: Any) -> list[float]:
+            return served.post("/v1/embeddings", input=[20, 30], **fields)["data"][0]["embedding"]
+
+        cut = pooled[:7]
+        assert embedded() == pytest.approx(pooled.tolist(), abs=1e-4)
+        assert embedded(dimensions=7) == pytest.approx((cut / cut.norm()).tolist(), abs=1e-5)
+        assert embedded(dimensions=7, normalize=False) == pytest.approx(cut.tolist(), abs=1e-4)
+        packed = served.post("/v1/embeddings", input=[20, 30], dimensions=7, encoding_format="base64")
+        assert struct.unpack("<7f", b64decode(packed["data"][0]["embedding"])) == tuple(embedded(dimensions=7))
 
 
 def test_an_embedder_says_what_it_does_not_do(embedder: tuple[Served, Callable[[Tensor], Tensor]]) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -240,6 +241,22 @@ def test_an_operator_loads_and_unloads() -> None:
         assert world.ask("a").status_code == 503
 
 
+def test_no_request_brings_back_what_an_operator_unloads() -> None:
+    """Where none may load a model, one that arrives while it leaves does not either."""
+    world = World(keep=("a", "b"), models_autoload=False)
+    with ThreadPoolExecutor() as pool, world.serving() as client:
+        world.gate.close()
+        working = pool.submit(world.ask, "b")
+        eventually(lambda: world.models.entries[1].num_users == 1)
+        leaving = pool.submit(client.post, "/v1/models/b/unload")
+        eventually(lambda: world.models.entries[1].is_leaving)
+        assert world.ask("b").json()["error"]["code"] == "model_not_loaded"
+        world.gate.open()
+        assert text(working.result()) == "hi"
+        assert leaving.result().json() == {"value": "unloaded"}
+        assert world.loads == []
+
+
 def test_an_adapter_takes_no_other_models_name() -> None:
     with World(keep=("a",), allow_runtime_lora_updating=True).serving() as client:
         answer = client.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": "/"})
@@ -247,7 +264,9 @@ def test_an_adapter_takes_no_other_models_name() -> None:
         assert "'b' is what a model here is called" in answer.text
 
 
-def test_a_batch_loads_its_models_and_one_that_fails_holds_up_no_other(tmp_path: Path) -> None:
+def test_a_batch_loads_its_models_and_one_that_fails_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start_batch(client: httpx.Client, models: str) -> str:
         body = {"prompt": "hi|", "max_tokens": 9}
         lines = [
@@ -277,6 +296,15 @@ def test_a_batch_loads_its_models_and_one_that_fails_holds_up_no_other(tmp_path:
     with world.serving() as client:
         assert counts(client, start_batch(client, "b")) == {"total": 1, "completed": 1, "failed": 0}
     assert world.loads == ["b"], "the batch itself needs no model"
+    world = World(data_dir=tmp_path, keep=("a", "b"), models_autoload=False)
+    with world.serving() as client:
+        runner = world.models.find("b").now().engine._runner  # type: ignore[attr-defined]
+        monkeypatch.setattr(runner, "run", Mock(side_effect=RuntimeError("the device is lost")))
+        assert counts(client, start_batch(client, "c" * 40 + "b" * 40 + "a")) == {
+            "total": 81,
+            "completed": 1,
+            "failed": 80,
+        }
 
 
 def test_a_stop_ends_a_load() -> None:
