@@ -50,6 +50,9 @@ class Forgetful:
             raise DeviceMemoryError("made to fail")
         return _Lost() if how == "wait" else step
 
+    def use_idle_moment(self) -> bool:
+        return self._runner.use_idle_moment()
+
     def close(self) -> None:
         self._runner.close()
 

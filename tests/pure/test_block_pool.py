@@ -55,6 +55,17 @@ def test_what_a_content_weighs_the_next_one_does_not(is_evicted: bool) -> None:
     assert [*pool._cached] == blocks, "as if neither had ever weighed more"
 
 
+def test_a_content_that_was_passed_by_can_be_pinned() -> None:
+    pool = BlockPool(3, 1)
+    first, other, last = pool.alloc_many(3)
+    for block in (first, other, last):
+        pool.index(block)
+    pool.pass_by(first, other, last)
+    pool.pin(first)
+    assert [pool.alloc() for _ in range(3)] == [other, last, first]
+    assert not pool.num_pinned
+
+
 def test_a_block_freed_more_often_than_held_is_our_bug() -> None:
     pool = BlockPool(1)
     block = pool.alloc()

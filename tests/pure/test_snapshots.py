@@ -445,6 +445,21 @@ def test_pinned_prefixes_keep_their_state() -> None:
     driver.check_streams()
 
 
+def test_a_prefix_is_pinned_whose_conversation_has_gone_on() -> None:
+    """Its snapshot would be evicted first, here and below."""
+    driver = Driver(tiered(num_blocks=200, num_disk_blocks=400, pinned_share=0.5))
+    _, prompt = talk(driver, range(2))
+    names = driver.scheduler.kv.first_names(request("names"))
+    name_block(names, prompt, 6, 4)
+    passed = set(group_of(driver).blocks_of(names[7]))
+    assert passed <= driver.scheduler.kv.pool._passed.keys()
+    run(driver, "pinned", (*prompt, 90, 91), turn_end=len(prompt), pins=(Pin(28, 1000.0),))
+    for index in range(12):
+        run(driver, f"other{index}", tuple(range(100 * index, 100 * index + 60)), max_tokens=20)
+    assert run(driver, "again", (*PROMPT[:28], 1, 2)) == 28
+    driver.check_streams()
+
+
 def crowd(driver: Driver, first: int = 0) -> None:
     """Fill the pool several times with prompts that no request continues."""
     for index in range(first, first + 8):

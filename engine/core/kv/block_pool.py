@@ -148,10 +148,10 @@ class BlockPool:
         assert self._indexed[block]
         if len(self._pinned) >= self.max_pinned:
             self.unpin(next(iter(self._pinned)))
-        self._pinned[block] = None
         if not self._refs[block]:
-            self._cached.remove(block)
+            self._order_of(block).remove(block)
             self._spared.add(block)
+        self._pinned[block] = None
 
     def unpin(self, block: int) -> None:
         """Remove a pin; a cached block then counts as released now."""
