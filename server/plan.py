@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelLoadError
 from engine.settings.engine_config import EngineConfig
 from engine.settings.setting import to_flag
 from engine.sources.model_source import check_tokenizer_source, find_model
@@ -65,7 +65,7 @@ class Plan(NamedTuple):
 def prepare_all(settings: Settings) -> list[Plan]:
     """Check every setting and the small files that settings name, without slow imports, for each model. Raises QuireError."""
     settings.check_together()
-    plans = _together([_prepare(each) for each in settings.each or [settings]], settings.keep)
+    plans = _together(_prepare_each(settings), settings.keep)
     names = [
         name
         for plan in plans
@@ -81,6 +81,25 @@ def prepare_all(settings: Settings) -> list[Plan]:
     if missing := [plan.app.guard for plan in plans if plan.app.guard not in guards]:
         raise ConfigError(f"--guard is {missing[0]!r}, which is no model here; serve it beside this one.")
     return plans
+
+
+def _prepare_each(settings: Settings) -> list[Plan]:
+    """Check the settings of each model."""
+    if settings.models_dir is None:
+        return [_prepare(each) for each in settings.each or [settings]]
+    plans = [plan for each in settings.each if (plan := _prepare_found(each)) is not None]
+    if not plans:
+        raise ConfigError(f"--models-dir is {str(settings.models_dir)!r}, which has no model that can be served.")
+    return plans
+
+
+def _prepare_found(settings: Settings) -> Plan | None:
+    """Check the settings of a model of a folder; None, with a warning, if it cannot be served."""
+    try:
+        return _prepare(settings)
+    except ModelLoadError as error:
+        log.warning("%s is left out: %s", settings.served_model_name[0], error)
+        return None
 
 
 def _check_shared(plans: list[Plan]) -> None:

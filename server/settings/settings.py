@@ -303,7 +303,8 @@ def read_entry(entry: object, index: int) -> dict[str, Any]:
     if "keep" in found:
         if not isinstance(found["keep"], bool):
             raise ConfigError(f"{place} has keep: {found['keep']!r}; it must be true or false.")
-        found["keep"] = [entry["model"]] * found["keep"]
+        names = found.get("served_model_name") or [entry["model"]]  # of which another item may have the model, too
+        found["keep"] = ([names] if isinstance(names, str) else names[:1]) * found["keep"]
     return found
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine.core.errors import ConfigError
 from loadtest.peers.process import rss_bytes
+from server.plan import prepare_all
+from server.settings.flags import load_settings
 from tests.cpu.served_models import save_servable, say
 from tests.cpu.test_models_families import Case
 from tests.daemon.real_daemon import Daemon, refusal, serve
@@ -92,6 +96,18 @@ def test_a_model_that_cannot_be_loaded_is_alone_in_that(daemon: Daemon, folders:
     weights.write_bytes(content)
     assert daemon.http.post("/v1/models/slim/load").json() == {"value": "loaded"}
     assert daemon.text(PROMPT, model="slim")
+
+
+def test_a_file_of_a_folder_that_is_no_model_is_left_out(folders: dict[str, Path], tmp_path: Path, caplog: Any) -> None:
+    for name, folder in folders.items():
+        (tmp_path / name).symlink_to(folder)
+    (tmp_path / "other.gguf").write_bytes(b"no GGUF")
+    plans = prepare_all(load_settings(["--models-dir", str(tmp_path), *SHARED]))
+    assert [plan.name for plan in plans] == ["kept", "slim", "wide"]
+    assert "other is left out: " in caplog.text
+    (empty := tmp_path / "nothing").mkdir()
+    with pytest.raises(ConfigError, match="has no model that can be served"):
+        prepare_all(load_settings(["--models-dir", str(empty), *SHARED]))
 
 
 @pytest.mark.parametrize(

@@ -92,3 +92,12 @@ def test_what_means_something_else_is_refused(text: str, sentence: str, tmp_path
     with pytest.raises(ConfigError) as error:
         load_settings(["--config", str(file)])
     assert sentence in str(error.value)
+
+
+def test_of_two_items_with_one_model_that_is_kept_which_says_so(tmp_path: Path) -> None:
+    """Such as a chat model that is a guard by another template."""
+    (tmp_path / "q.yaml").write_text(
+        "models: [{model: m, keep: true, served-model-name: [a, b]}, {model: m, served-model-name: c}, {model: m, keep: true}]"
+    )
+    settings = load_settings(["--config", str(tmp_path / "q.yaml")])
+    assert [each.keep for each in settings.each] == [("a",), (), ("m",)]
