@@ -85,7 +85,7 @@ class VectorMethods(ABC):
         params, prompt = self._pooled(pooling, lora), reader.prompt(input_type)
         truncation = reader.truncation(truncate_prompt_tokens, None)
         jobs = self._run([partial(self._reading, one, params, truncation, prompt) for one in listed(prompts)], progress)
-        wanted = (reader.settings.normalizes or dimensions is not None) if normalize is None else normalize
+        wanted = reader.normalizes(normalize, dimensions)
         vectors = [unit_vector(job.info().pooled or (), dimensions, normalizes=wanted) for job in jobs]
         return [
             EmbeddingRequestOutput(

@@ -218,12 +218,13 @@ def _is_ids(value: Any) -> bool:
 
 def _prompts(value: Any) -> list[Prompt]:
     prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if prompts is value and not (
-        isinstance(value, list) and all(isinstance(item, str) or _is_ids(item) for item in value)
+    if not isinstance(prompts, list) or not all(
+        isinstance(each, str) or each == [] or _is_ids(each) for each in prompts
     ):
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
-    if not prompts or "" in prompts:
-        raise ValueError("it is empty; send at least one token")
+    if not all(prompts or [""]):
+        which = f"item {next(index for index, each in enumerate(prompts) if not each)}" if len(prompts) > 1 else "it"
+        raise ValueError(f"{which} is empty; send at least one token")
     return prompts
 
 

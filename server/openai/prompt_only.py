@@ -170,8 +170,7 @@ class EmbeddingBody(PromptOnlyBody):
 
     def shape(self, pooled: Sequence[float], *, normalizes: bool) -> list[float] | str:
         """Return an input's vector. Raises InvalidRequestError for too many dimensions."""
-        wanted = (normalizes or self.dimensions is not None) if self.normalize is None else self.normalize
-        vector = unit_vector(pooled, self.dimensions, normalizes=wanted)
+        vector = unit_vector(pooled, self.dimensions, normalizes=normalizes)
         return vector.tolist() if self.encoding_format == "float" else b64encode(vector.tobytes()).decode()
 
 
@@ -203,7 +202,7 @@ async def create_embeddings(
     named = model.find(body.model)
     requests = await read_inputs(model, responder, config, body, body.input, named.adapter, body.input_type)
     infos, generation = await shape_each(http, responder, body, requests, lambda _, info: info)
-    normalizes = model.reader.settings.normalizes
+    normalizes = model.reader.normalizes(body.normalize, body.dimensions)
 
     def document() -> bytes:
         vectors = [body.shape(info.pooled or (), normalizes=normalizes) for info in infos]
@@ -268,7 +267,9 @@ async def create_pooling(
     def document() -> bytes:
         activation = settings.activation if body.use_activation else ""
         vectors = [activated(info.pooled or (), activation) for info in infos]
-        shaped = [body.shape(each, normalizes=settings.normalizes and body.use_activation) for each in vectors]
+        asked = body.normalize if body.use_activation else bool(body.normalize)
+        normalizes = model.reader.normalizes(asked, body.dimensions)
+        shaped = [body.shape(each, normalizes=normalizes) for each in vectors]
         data = [PooledData(object="pooling", index=index, data=each) for index, each in enumerate(shaped)]
         return PooledList(data=data, **beside(requests, named.name, generation, "pool-")).json_bytes()
 

@@ -429,6 +429,8 @@ def test_dimensions_scale_what_the_files_leave_as_it_is(tmp_path: Path) -> None:
         assert embedded(dimensions=7, normalize=False) == pytest.approx(cut.tolist(), abs=1e-4)
         packed = served.post("/v1/embeddings", input=[20, 30], dimensions=7, encoding_format="base64")
         assert struct.unpack("<7f", b64decode(packed["data"][0]["embedding"])) == tuple(embedded(dimensions=7))
+        raw = served.post("/pooling", input=[20, 30], dimensions=7, use_activation=False)["data"][0]["data"]
+        assert raw == pytest.approx(cut.tolist(), abs=1e-4)
 
 
 def test_an_embedder_says_what_it_does_not_do(embedder: tuple[Served, Callable[[Tensor], Tensor]]) -> None:
@@ -478,6 +480,10 @@ def test_a_cross_encoder_ranks_pairs(tmp_path: Path) -> None:
     both = [torch.cat((ids_of(query), ids_of(each)[1:])) for each in documents]
     wanted = [float(scored(model, ids, token_type_ids=types_of(ids)[None])[0]) for ids in both]
     with Served(tmp_path) as served:
+        pooled = served.post("/pooling", input="w30 w31", dimensions=1)["data"][0]["data"]
+        assert pooled == pytest.approx(scored(model, ids_of("w30 w31")).sigmoid().tolist(), abs=1e-5), (
+            "a score stays one"
+        )
         scores = served.post("/v1/score", text_1=query, text_2=documents)["data"]
         assert [each["score"] for each in scores] == pytest.approx(wanted, abs=1e-5)
         for route in ("/v1/rerank", "/rerank", "/v2/rerank"):

@@ -132,7 +132,10 @@ def test_scores(post: Post, http: httpx.Client) -> None:
 REFUSED = [
     ("/v1/embeddings", {}, "input", "Field required"),
     ("/v1/embeddings", {"input": ""}, "input", "is empty"),
-    ("/v1/embeddings", {"input": []}, "input", "is empty"),
+    ("/v1/embeddings", {"input": []}, "input", "it is empty"),
+    ("/v1/embeddings", {"input": ["a", "", "b"]}, "input", "item 1 is empty"),
+    ("/v1/embeddings", {"input": [[5], []]}, "input", "item 1 is empty"),
+    ("/v1/embeddings", {"input": ["a", None]}, "input", "must be a string"),
     ("/v1/embeddings", {"input": [["a"]]}, "input", "must be a string"),
     ("/v1/embeddings", {"input": [[1, 999]]}, "input", "token id 999"),
     ("/v1/embeddings", {"input": "x" * 513}, "input", "At most 512 tokens can be read at once here"),

@@ -59,6 +59,11 @@ class VectorReader:
             )
         return Pooling(asked)
 
+    def normalizes(self, asked: bool | None, dimensions: int | None) -> bool:
+        """Return whether a vector is scaled to length one: as asked, else as the model's files say, or because it is cut."""
+        is_cut = dimensions is not None and not self.settings.labels
+        return (self.settings.normalizes or is_cut) if asked is None else asked
+
     def truncation(self, most: int | None, side: str | None) -> Truncation:
         """Return what two fields of a request ask for; -1 is as many as the model takes. Raises InvalidRequestError."""
         longest = self._limits.most_readable
