@@ -190,7 +190,7 @@ def _families(state: str) -> Iterator[Sequence[str]]:
 def _encoders() -> Iterator[Sequence[str]]:
     for kind, read in {**ENCODERS, **{name: family_of(name) for name in _BOTH_WAYS}}.items():
         counts = [
-            _count(each for each, (name, _) in table.items() if _kind_of(name) == kind)
+            _count(each for each, (name, _) in table.items() if kind == (each if each in ENCODERS else _kind_of(name)))
             for table in (test_encoders.KINDS, test_encoders.CLASSIFIERS)
         ]
         yield f"`{kind}`", _summary(read).rstrip("."), *counts

@@ -27,6 +27,8 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
 from engine.core.step import PendingStep, StepPlan, StepResult
 from engine.core.types import Pooling, PoolingParams, Request
+from engine.files.hf_config import HFConfig
+from engine.runtime.models.encoder_families import read_encoder
 from engine.runtime.native.decoder import NativeDecoder
 from engine.runtime.native.library import native
 from engine.settings.engine_config import EngineConfig
@@ -69,7 +71,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilbert": ("DistilBert", DISTIL),
     "mpnet": ("MPNet", OFFSET),
     "nomic_bert": ("NomicBert", SIZES),
+    "nomic_bert-first": ("NomicBert", SIZES),
     "gte": ("Gte", SIZES),
+    "new": ("Gte", SIZES),
     "modernbert": (
         "ModernBert",
         SIZES | ENDS | {"num_hidden_layers": 4, "local_attention": 16, "cls_token_id": 1, "sep_token_id": 2},
@@ -100,6 +104,31 @@ def save(folder: Path, kind: tuple[str, dict[str, Any]], ending: str = "Model", 
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return getattr(transformers, name + ending).from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def save_published(folder: Path, name: str, ending: str = "Model", **changes: Any) -> Any:
+    """The same for a family by its name here, two of which have a config as their authors spell it."""
+    model = save(folder, (KINDS if ending == "Model" else CLASSIFIERS)[name], ending, **changes)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    if name == "new":  # https://kexue.fm/archives/9706: a longer base, and all frequencies divided
+        rotary = next(module for module in model.modules() if hasattr(module, "inv_freq"))
+        rotary.inv_freq = (500.0 * 2) ** (-torch.arange(0, 16, 2) / 16) / 2 ** (2 / 16)
+        names = [each.replace("Gte", "New") for each in values["architectures"]]
+        values |= {"model_type": name, "architectures": names, "position_embedding_type": "rope"}
+        values |= {"rope_parameters": None, "rope_theta": 500, "rope_scaling": {"type": "ntk", "factor": 2.0}}
+    elif name == "nomic_bert-first":
+        spelled = {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
+                   "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
+                   "layer_norm_eps": "layer_norm_epsilon"}  # fmt: skip
+        values |= {theirs: values.pop(ours) for ours, theirs in spelled.items()}
+        rope = values.pop("rope_parameters")
+        values |= {"rotary_emb_base": rope["rope_theta"], "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False}
+        values |= {"activation_function": "swiglu", "rotary_scaling_factor": 2, "max_trained_positions": 66}
+        del values["hidden_act"]
+    values["auto_map"] = {"AutoConfig": "configuration.Config", "AutoModel": "modeling.Model"}  # which is never run
+    path.write_text(json.dumps(values))
+    return model
 
 
 def speak(folder: Path, *, pair: str = "w5 $A w2 $B w2") -> None:
@@ -143,7 +172,7 @@ def modules(*kinds: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_family_is_transformers_own(name: str, tmp_path: Path) -> None:
     """And an answer has the same bits alone and in a batch of all lengths, of which no step holds the longest two."""
-    model = save(tmp_path, KINDS[name])
+    model = save_published(tmp_path, name)
     with LLM(str(tmp_path), dtype="float32", max_num_batched_tokens=48, max_num_seqs=8, **ENGINE) as llm:
         found = numbers(llm.embed(given(PROMPTS), progress=False))  # the mean: what an encoder without files has
         for ids, vector in zip(PROMPTS, found, strict=True):
@@ -280,7 +309,7 @@ def scored(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_classifier_is_transformers_own(name: str, tmp_path: Path) -> None:
-    model = save(tmp_path, CLASSIFIERS[name], "ForSequenceClassification", num_labels=3)
+    model = save_published(tmp_path, name, "ForSequenceClassification", num_labels=3)
     with LLM(str(tmp_path), dtype="float32", max_num_batched_tokens=48, max_num_seqs=8, **ENGINE) as llm:
         found = llm.classify(given(PROMPTS), use_activation=False, progress=False)
         for ids, output in zip(PROMPTS, found, strict=True):
@@ -556,20 +585,26 @@ def test_a_causal_model_becomes_a_reranker_by_two_tokens(tmp_path: Path) -> None
         LLM(str(tmp_path), dtype="float32", hf_overrides={**plain, "classifier_from_token": ["no", "yes"]}, **ENGINE)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_embedder_of_qwen3s_layout_has_no_head(tied: bool, tmp_path: Path) -> None:
-    """Its own names of tensors, the last token behind an end, and prompts; tied or not it generates nothing."""
-    model = save(tmp_path, CLASSIFIERS["qwen3"], tie_word_embeddings=tied)
+@pytest.mark.parametrize(
+    ("name", "changes"), [("Qwen3", {"tie_word_embeddings": True}), ("Qwen3", {}), ("Mistral", {"sliding_window": 8})]
+)
+def test_an_embedder_of_a_decoders_layout_has_no_head(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Qwen3-Embedding, e5-mistral and SFR-Embedding: names without a prefix, the last token behind an end, and prompts."""
+    model = save(tmp_path, (name, CLASSIFIERS["qwen3"][1]), **changes)
+    assert "layers.0.self_attn.q_proj.weight" in load_file(tmp_path / "model.safetensors")
     speak(tmp_path)
     describe(
         tmp_path,
         modules=modules("Transformer", "Pooling", "Normalize"),
+        config_sentence_transformers={"prompts": {"web_search_query": "w30 w31 ", "document": ""}},
         **{"1_Pooling__config": {"pooling_mode_lasttoken": True, "include_prompt": True}},
     )
     with LLM(str(tmp_path), dtype="float32", **ENGINE) as llm:
-        (output,) = llm.embed("w20 w21", progress=False)
-        expected = torch.nn.functional.normalize(states(model, ids_of("w20 w21"))[-1], dim=0)
-        assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
+        text = " ".join(f"w{number}" for number in range(20, 40))
+        for kind, before in ((None, ""), ("web_search_query", "w30 w31 ")):
+            (output,) = llm.embed(text, input_type=kind, progress=False)
+            expected = torch.nn.functional.normalize(states(model, ids_of(before + text))[-1], dim=0)
+            assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
         with pytest.raises(HeadlessModelError):
             llm.generate("w20")
 
@@ -755,6 +790,15 @@ def test_an_encoder_takes_no_adapters_and_drafts_nothing(tmp_path: Path) -> None
         pytest.raises(ConfigError, match="choose auto, last, mean, cls"),
     ):
         llm.embed("w5", pooling="max")
+
+
+def test_a_rope_that_depends_on_the_length_bounds_texts() -> None:
+    """As NomicBERT's first checkpoints have one; and what their code has beside is refused."""
+    values = SIZES | {"model_type": "nomic_bert", "rotary_scaling_factor": 2, "max_trained_positions": 50}
+    assert read_encoder(HFConfig(values, "config.json")).max_positions == 50
+    for kind, key, value in (("nomic_bert", "rotary_emb_interleaved", True), ("new", "layer_norm_type", "rms_norm")):
+        with pytest.raises(ModelLoadError, match=key):
+            read_encoder(HFConfig(values | {"model_type": kind, key: value}, "config.json"))
 
 
 def test_classes_and_kinds_that_are_not_served_are_refused(tmp_path: Path) -> None:

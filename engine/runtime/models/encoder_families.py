@@ -116,16 +116,30 @@ def nomic_bert(hf: HFConfig) -> EncoderConfig:
     names = {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
              "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
              "layer_norm_eps": "layer_norm_epsilon", "rope_theta": "rotary_emb_base"}  # fmt: skip
-    for key, wanted in (("rotary_emb_fraction", 1.0), ("num_experts", 0)):
-        if hf.has(key) and hf.values[key] != wanted:
-            raise hf.error(key, str(wanted))
-    return _rotated(_renamed(hf, names), theta=1000.0, activation="silu", has_biases=False)
+    _require(hf, rotary_emb_fraction=1.0, rotary_emb_interleaved=False, prenorm=False, num_experts=0)
+    own = _rotated(_renamed(hf, names), theta=1000.0, activation="silu", has_biases=False)
+    if not hf.has("rotary_scaling_factor"):
+        return own
+    # The rope of a text that is longer than those of the training depends on its length.
+    return replace(own, max_positions=min(own.max_positions, hf.size("max_trained_positions", 2048)))
 
 
 def gte(hf: HFConfig) -> EncoderConfig:
     """GTE's own encoder: rotated and gated, with biases but for gates and ups."""
     own = _rotated(hf, theta=160_000.0, activation="gelu", has_biases=True)
     return replace(own, num_types=hf.integer("type_vocab_size", 1))
+
+
+def new(hf: HFConfig) -> EncoderConfig:
+    """GTE's own encoder as its authors publish it, whose rope may be stretched."""
+    _require(hf, position_embedding_type="rope", layer_norm_type="layer_norm", logn_attention_scale=False)
+    scaling, theta = hf.section("rope_scaling"), hf.positive("rope_theta", 10_000.0)
+    if scaling.text("type", "") != "ntk":
+        return gte(HFConfig({**hf.values, "rope_theta": theta}, hf.source))
+    _require(scaling, mixed_b=None)
+    factor, width = scaling.positive("factor"), hf.size("hidden_size") // hf.size("num_attention_heads")
+    linear = {"type": "linear", "factor": factor ** (2 / width)}
+    return gte(HFConfig({**hf.values, "rope_theta": theta * factor, "rope_scaling": linear}, hf.source))
 
 
 def modernbert(hf: HFConfig) -> EncoderConfig:
@@ -171,6 +185,7 @@ ENCODERS: Mapping[str, Callable[[HFConfig], EncoderConfig]] = {
     "mpnet": mpnet,
     "nomic_bert": nomic_bert,
     "gte": gte,
+    "new": new,
     "modernbert": modernbert,
 }
 
@@ -181,6 +196,13 @@ def read_encoder(hf: HFConfig) -> EncoderConfig:
     if own.hidden_size % own.num_heads:
         raise hf.error("hidden_size", f"a multiple of its {own.num_heads} heads")
     return own
+
+
+def _require(hf: HFConfig, **wanted: object) -> None:
+    """Raise ModelLoadError for a config that has other values."""
+    for key, value in wanted.items():
+        if hf.has(key) and hf.values[key] != value:
+            raise hf.error(key, repr(value))
 
 
 def _rotated(hf: HFConfig, *, theta: float, activation: str, has_biases: bool) -> EncoderConfig:
