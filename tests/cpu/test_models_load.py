@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+import transformers
 
 from engine.core.errors import ModelLoadError
+from engine.files.hf_config import HFConfig
+from engine.runtime.models.config_file import servable
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_model, resolve_dtype
@@ -85,15 +88,29 @@ def test_overrides_compute_what_an_edited_config_computes(is_own: bool, tmp_path
         assert read_foreign_config(plain).rope_parameters != configs[0].rope_parameters
 
 
-def test_both_spellings_of_wider_heads_are_read() -> None:
+def test_a_wrapper_of_gemma_4_as_transformers_saves_it_is_read() -> None:
+    """In its published depth; the layers of wide heads are numbered in digits of one length."""
+    for kind, window in (("Gemma4Config", 512), ("Gemma4UnifiedConfig", 1024)):
+        values = json.loads(getattr(transformers, kind)().to_json_string())
+        found = read_config(servable(HFConfig(values, "saved")).values, "saved")
+        assert {(layer.heads.head_dim, layer.window) for layer in found.layers} == {(256, window), (512, None)}
+        del values["text_config"]["sliding_window"]
+        assert read_config(servable(HFConfig(values, "shorter")).values, "shorter") == found
+
+
+@pytest.mark.parametrize(("num_layers", "wide"), [(7, ("5", "6")), (12, ("05", "11"))])
+def test_both_spellings_of_wider_heads_are_read(num_layers: int, wide: tuple[str, str]) -> None:
     """transformers wrote them once for all layers with full attention, and writes them layer by layer since 5.23."""
-    sizes = LLAMA | {"model_type": "gemma4_text", "num_hidden_layers": 7, "hidden_size_per_layer_input": 0}
+    sizes = LLAMA | {"model_type": "gemma4_text", "num_hidden_layers": num_layers, "hidden_size_per_layer_input": 0}
     old = {"global_head_dim": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
     each = {"head_dim": 64, "num_key_value_heads": 1}
-    new = {"attention_k_eq_v": True, "per_layer_config": {"5": each, "6": each}}
+    new = {"attention_k_eq_v": True, "per_layer_config": dict.fromkeys(wide, each)}
     found = read_config(sizes | old, "old")
     assert found == read_config(sizes | new, "new")
-    assert [layer.heads.head_dim for layer in found.layers] == [16] * 5 + [64] * 2
+    assert [i for i, layer in enumerate(found.layers) if layer.heads.head_dim == 64] == [*map(int, wide)]
+    for wrong in ({wide[0]: each}, {"0": each}, {"x": each}, {wide[0]: each, wide[1]: {"head_dim": 32}}):
+        with pytest.raises(ModelLoadError, match="'per_layer_config' is"):
+            read_config(sizes | {"per_layer_config": wrong}, "wrong")
     with pytest.raises(ModelLoadError, match="'use_bidirectional_attention' is"):
         read_config(sizes | {"use_bidirectional_attention": "all"}, "both ways")
 

@@ -76,7 +76,7 @@ def gemma4(hf: HFConfig) -> ModelConfig:
 
 def gemma4_unified(hf: HFConfig) -> ModelConfig:
     """Gemma 4's text model where one decoder takes in images and sound: dense, without inputs of layers."""
-    return _gemma4_common(hf, layer_inputs=0)
+    return _gemma4_common(HFConfig({"sliding_window": 1024, **hf.values}, hf.source), layer_inputs=0)
 
 
 def gemma3n(hf: HFConfig) -> ModelConfig:
@@ -193,10 +193,12 @@ def _with_full_heads(hf: HFConfig) -> HFConfig:
     """Return the config with the heads of layers with full attention: transformers writes them layer by layer since 5.23."""
     if hf.has("per_layer_config"):
         given = hf.section("per_layer_config")
-        found = [given.section(str(i)).values for i, kind in enumerate(hf.texts("layer_types")) if kind == common.FULL]
-        if any(each != found[0] for each in found):
-            raise hf.error("per_layer_config", "the same for all layers with full attention")
-        return HFConfig({**hf.values, **found[0]}, hf.source)
+        found = {int(key): given.section(key).values for key in given.values if key.isdecimal()}  # "05" of 12 layers
+        full = [index for index, kind in enumerate(hf.texts("layer_types")) if kind == common.FULL]
+        own = found.get(full[0], {})
+        if len(found) < len(given.values) or found != (dict.fromkeys(full, own) if found else {}):
+            raise hf.error("per_layer_config", "the same for all layers with full attention, and nothing for others")
+        return HFConfig({**hf.values, **own}, hf.source)
     heads = {"head_dim": hf.size("global_head_dim", 512)}
     if hf.flag("attention_k_eq_v") and hf.has("num_global_key_value_heads"):
         heads["num_key_value_heads"] = hf.size("num_global_key_value_heads")
