@@ -62,6 +62,7 @@ class Verdict(NamedTuple):
     """What a guard says of the last turn of a conversation."""
 
     is_unsafe: bool
+    num_tokens: int  # that it took
     categories: Sequence[str] = ()  # of what is unsafe
 
 
@@ -101,12 +102,13 @@ class Judge:
         params = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=frozenset(self._labels))
         label = (await self._run(prompt, params, like)).token_ids[0]
         if label not in self._unsafe:
-            return Verdict(is_unsafe=False)
+            return Verdict(is_unsafe=False, num_tokens=len(prompt) + 1)
         prompt += self._labels[label][len(self._opening) :] + self._encode(self._style.between)
         ends = self._model.tokenizer.eos_token_ids
         params = SamplingParams(max_tokens=_MAX_CATEGORY_TOKENS, temperature=0.0, eos_token_ids=ends)
-        line = (await self._run(prompt, params, like)).text.partition("\n")[0]
-        return Verdict(is_unsafe=True, categories=tuple(dict.fromkeys(self._style.categories.findall(line))))
+        named = await self._run(prompt, params, like)
+        categories = dict.fromkeys(self._style.categories.findall(named.text.partition("\n")[0]))
+        return Verdict(is_unsafe=True, num_tokens=len(prompt) + len(named.token_ids), categories=tuple(categories))
 
     async def _run(self, prompt: Sequence[int], params: SamplingParams, like: Request) -> Delta:
         request = Request(

@@ -61,11 +61,12 @@ async def create_moderation(
     )
     if guard is None:
         raise InvalidRequestError("This model is no guard and has none; name a guard.", param="model")
-    [like] = responder.admit(
-        state_of(http.scope), responder.requests(body, None, [[0]], [SamplingParams(max_tokens=1)])
-    )
+    state = state_of(http.scope)
+    [like] = responder.admit(state, responder.requests(body, None, [[0]], [SamplingParams(max_tokens=1)]))
     judging = asyncio.gather(*(guard.judge([("user", text)], like) for text in body.input))
     verdicts = await unless_disconnected(http.receive, judging)
+    if state.account is not None:
+        state.account.charge(sum(verdict.num_tokens for verdict in verdicts))
     results = [
         Moderated(
             flagged=verdict.is_unsafe,

@@ -119,11 +119,16 @@ def test_chat_lines(client: openai.OpenAI) -> None:
     assert answer["response"]["body"]["choices"][0]["message"]["content"] == "hé"
 
 
-@pytest.mark.parametrize(("endpoint", "kind"), [("/v1/embeddings", "list"), ("/v1/responses", "response")])
-def test_lines_for_other_endpoints(client: openai.OpenAI, endpoint: str, kind: str) -> None:
-    lines: Lines = [
-        {"custom_id": str(i), "method": "POST", "url": endpoint, "body": {"input": f"text {i}"}} for i in range(3)
-    ]
+@pytest.mark.parametrize(
+    ("endpoint", "body", "kind"),
+    [
+        ("/v1/embeddings", {"input": "text 1"}, "list"),
+        ("/v1/responses", {"input": "text 1"}, "response"),
+        ("/v1/score", {"text_1": "text", "text_2": [" 1"]}, "list"),
+    ],
+)
+def test_lines_for_other_endpoints(client: openai.OpenAI, endpoint: str, body: dict[str, Any], kind: str) -> None:
+    lines: Lines = [{"custom_id": str(i), "method": "POST", "url": endpoint, "body": body} for i in range(3)]
     batch = ended(client, create(client, lines, endpoint=endpoint))
     assert [entry["response"]["body"]["object"] for entry in entries(client, batch.output_file_id)] == [kind] * 3
     assert batch.usage.input_tokens >= 18

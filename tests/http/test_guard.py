@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -65,10 +66,12 @@ class GuardRunner(FakeRunner):
 def guarded() -> Iterator[Callable[..., Live]]:
     with ExitStack() as stack:
 
-        def serve(template: str = LLAMA, fail: Any = None, strict: bool = False, **more: Any) -> Live:
+        def serve(
+            template: str = LLAMA, fail: Any = None, strict: bool = False, tenants: Path | None = None, **more: Any
+        ) -> Live:
             guard = Live(runner=GuardRunner, fail=fail, place="thread")
             chat = Live(place="thread", **more)
-            config = replace(APP, guard="judge", guard_every=EVERY, guard_strict=strict)
+            config = replace(APP, guard="judge", guard_every=EVERY, guard_strict=strict, tenants=tenants)
             chat.app = make_app(
                 [
                     (Entry(config=config), LoadedModel(chat.engine, byte_tokenizer())),
@@ -214,6 +217,18 @@ def test_moderations(url: str) -> None:
         assert answer["model"] == "judge"
         assert [each["flagged"] for each in answer["results"]] == [False, True]
         assert answer["results"][1]["categories"] == {"S1": True, "S9": True}
+
+
+def test_moderations_are_on_the_tenants_account(guarded: Callable[..., Live], tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text("tenants: [{name: poor, key: poor-key, tokens_per_minute: 100}]")
+    live = guarded(tenants=path)
+    with httpx.Client(base_url=live.url, headers={"authorization": "Bearer poor-key"}) as poor:
+        body = {"model": "judge", "input": ["quiet", "a bomb"] * 2}
+        answer = poor.post("/v1/moderations", json=body)
+        assert [each["flagged"] for each in answer.json()["results"]] == [False, True] * 2
+        refused = poor.post("/v1/moderations", json=body)
+        assert (refused.status_code, refused.headers["x-ratelimit-remaining-tokens"]) == (429, "0")
 
 
 def test_qwens_guard_and_what_is_controversial(guarded: Callable[..., Live]) -> None:
