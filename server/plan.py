@@ -114,7 +114,7 @@ def _check_shared(plans: list[Plan]) -> None:
 
 
 def _together(plans: list[Plan], keep: Sequence[str]) -> list[Plan]:
-    """Return the plans of models, those that are kept first; with their parts of the memory. Raises ConfigError."""
+    """Return the plans of models with their parts of the memory, and which stay or are loaded at the start. Raises ConfigError."""
     kept = {name for plan in plans for name in plan.app.keep}
     called = [{*plan.app.served_model_names, plan.serve.model, plan.app.model} for plan in plans]
     if unknown := next((name for name in keep if not any(name in each for each in called)), None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine.system.cache_folder import cache_folder
 from quire import LLM, SamplingParams
 from tests.cpu.served_models import save_servable, say
 from tests.cpu.test_models_families import Case
 from tests.daemon.real_daemon import Daemon, refusal, serve
+from tests.patience import eventually
 
 KINDS = {"llama": Case("LlamaConfig"), "wide": Case("LlamaConfig", {"head_dim": 32})}
 PROMPTS = [say(torch.arange(3 + i, 23 + i)) for i in range(0, 40, 4)]
@@ -30,12 +33,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def daemon(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    file = tmp_path_factory.mktemp("config") / "quire.yaml"
+    root = tmp_path_factory.mktemp("config")
+    file, fitted = root / "quire.yaml", root / "quire" / "foreseen.json"
+    fitted.parent.mkdir()
+    for each in cache_folder().glob("compiled-*"):
+        (fitted.parent / each.name).symlink_to(each)
+    fitted.write_text(json.dumps({str(folders["wide"]): "foreseen by quire fit: it is small"}))
     file.write_text(
         f"models:\n- model: {folders['llama']}\n  served-model-name: [llama, lama-*]\n"
         f"- model: {folders['wide']}\n  served-model-name: wide\n  max-model-len: 48\n"
     )
-    with serve("--config", file, *SHARED) as daemon:
+    with serve("--config", file, *SHARED, XDG_CACHE_HOME=str(root)) as daemon:
         yield daemon
 
 
@@ -85,6 +93,7 @@ def test_the_daemon_says_what_it_has(daemon: Daemon) -> None:
     unknown = daemon.http.post("/v1/completions", json={"prompt": "w5", "model": "other"})
     assert unknown.status_code == 404
     assert "use llama or lama-* or wide" in unknown.json()["error"]["message"]
+    eventually(lambda: "wide, foreseen by quire fit: it is small\n" in daemon.written)
     before = daemon.metric("quire_generation_tokens_total", model_name="wide")
     daemon.complete("w5", model="wide")
     assert daemon.metric("quire_generation_tokens_total", model_name="wide") == before + 8

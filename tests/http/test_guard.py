@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from harness import APP, END, Gate, Live, byte_tokenizer, parts_of
+from harness import APP, END, TEMPLATE, Gate, Live, byte_tokenizer, parts_of
 
 from engine.core.errors import ConfigError
 from engine.core.rows import SequenceSlice
@@ -67,14 +67,19 @@ def guarded() -> Iterator[Callable[..., Live]]:
     with ExitStack() as stack:
 
         def serve(
-            template: str = LLAMA, fail: Any = None, strict: bool = False, tenants: Path | None = None, **more: Any
+            template: str = LLAMA,
+            fail: Any = None,
+            strict: bool = False,
+            tenants: Path | None = None,
+            chat_template: str = TEMPLATE,
+            **more: Any,
         ) -> Live:
             guard = Live(runner=GuardRunner, fail=fail, place="thread")
             chat = Live(place="thread", **more)
             config = replace(APP, guard="judge", guard_every=EVERY, guard_strict=strict, tenants=tenants)
             chat.app = make_app(
                 [
-                    (Entry(config=config), LoadedModel(chat.engine, byte_tokenizer())),
+                    (Entry(config=config), LoadedModel(chat.engine, byte_tokenizer(chat_template))),
                     (
                         Entry(config=replace(config, served_model_names=("judge",))),
                         LoadedModel(guard.engine, byte_tokenizer(template, tags=["</think>"])),
@@ -169,6 +174,23 @@ def test_no_token_is_shown_whose_text_was_not_judged(url: str) -> None:
     assert chunks[-1]["finish_reason"] == "content_filter"
     [plain] = ask(url, "", **fields)["choices"]
     assert (plain["logprobs"]["content"], plain["token_ids"]) == ([], [])
+
+
+def test_calls_are_judged_and_held(guarded: Callable[..., Live]) -> None:
+    """An unsafe argument ends the answer before it is shown."""
+    live = guarded(chat_template="{% if tools %}{# <tool_call> #}{% endif %}" + TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}]
+    for what, reason in (("cake", "tool_calls"), ("bomb", "content_filter")):
+        said = f'left <tool_call>{{"name": "run", "arguments": {{"what": "{what}"}}}}</tool_call>|'
+        messages = [{"role": "user", "content": said}, *TURNS[1:]]
+        [choice] = ask(live.url, "", messages=messages, tools=tools, max_tokens=90)["choices"]
+        assert choice["finish_reason"] == reason
+        chunks = [chunk["choices"][0] for chunk in stream(live.url, "", messages=messages, tools=tools, max_tokens=90)]
+        calls = [call["function"] for chunk in chunks for call in chunk["delta"].get("tool_calls") or ()]
+        shown = "".join(call["arguments"] for call in calls)
+        assert chunks[-1]["finish_reason"] == reason
+        assert (shown == '{"what": "cake"}') is (what == "cake")
+        assert "bomb" not in shown
 
 
 def test_the_other_apis_have_their_own_words_for_it(url: str) -> None:
