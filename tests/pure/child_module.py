@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 
 from engine.system.child_process import Parts, serve
@@ -13,6 +14,10 @@ def answer(parts: Parts) -> list[bytes]:
     what = bytes(parts[0]).decode()
     if what == "hang":
         time.sleep(3600)
+    if what == "profile":
+        signal.setitimer(signal.ITIMER_PROF, 0.01)
+        while True:
+            pass
     if what == "exit":
         os._exit(3)
     if what == "eat":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import struct
 import threading
 import zlib
@@ -108,6 +109,21 @@ def test_turned_photos_are_turned_back(decoder: ImageDecoder) -> None:
     assert near(pixels[5, 2], BLUE)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+def test_damaged_exif_turns_nothing_and_damages_nothing(decoder: ImageDecoder, kind: str) -> None:
+    whole = Pillow.Exif()
+    whole[0x0112], whole[0x010F] = 6, "a maker"
+    rng = random.Random(3)
+    for _ in range(20):
+        exif = bytearray(whole.tobytes())
+        for _ in range(3):
+            exif[rng.randrange(6, len(exif))] = rng.randrange(256)
+        shape = decoder.decode(
+            encoded(halves(), kind, exif=bytes(exif[: rng.randrange(7, len(exif))])), "messages"
+        ).shape
+        assert sorted(shape) == [3, 16, 24]
+
+
 def test_sixteen_bits_become_eight(decoder: ImageDecoder) -> None:
     rows = b"".join(b"\0" + struct.pack(">3H", 0, 0x8000, 0xFFFF) for _ in range(2))
     assert decoder.decode(png(3, 2, rows, depth=16, colour=0), "messages")[0].tolist() == [
@@ -137,7 +153,11 @@ def test_a_wish_for_little_detail_is_kept(decoder: ImageDecoder) -> None:
         (encoded(halves(), "TIFF"), "it is TIFF"),
         (b"%PDF-1.7", "it is PDF"),
         (b"\0\0\0\x18ftypheic", "it is HEIC"),
+        (b"\0\0\0\x18ftyphevc", "it is HEIC"),
         (b"\0\0\0\x18ftypisom", "it is a video"),
+        (b"\x1aE\xdf\xa3\1", "it is WebM"),
+        (b"RIFF\0\0\0\0WAVEfmt ", "it is sound"),
+        (b"PK\3\4\x14", "it is a ZIP archive, or a document in one"),
         (b"<svg onload='x'/>", "it is SVG"),
         (b"hello", "its format is not known"),
         (b"", "its format is not known"),
@@ -176,6 +196,26 @@ def test_work_beyond_its_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def _raise_memory_error(_: object) -> None:
     raise MemoryError
+
+
+def test_an_image_has_so_much_time_of_the_cores_however_long_it_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the former it is refused; beyond the latter its client may try again."""
+    timers: list[tuple[int, float]] = []
+    monkeypatch.setattr(decode_process.signal, "setitimer", lambda which, seconds: timers.append((which, seconds)))
+    decode_process.answer([bytearray(encoded(halves(), "PNG")), bytearray()])
+    assert timers == [(signal.ITIMER_PROF, 10.0)]
+    monkeypatch.setattr("engine.system.child_process._ROOT", Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    decoder = ImageDecoder()
+    try:
+        decoder._child = ChildProcess("child_module", limit_s=PATIENCE_S)
+        with pytest.raises(InvalidRequestError, match="too much memory or time to decode"):
+            decoder.decode(b"profile", "messages")
+        decoder._child = ChildProcess("child_module", limit_s=0.1)
+        with pytest.raises(OverloadedError, match="try again"):
+            decoder.decode(b"hang", "messages")
+    finally:
+        decoder.close()
 
 
 def test_two_thousand_damaged_images(decoder: ImageDecoder) -> None:
