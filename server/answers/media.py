@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import TYPE_CHECKING
 
 from engine.text.images.decoder import refused
@@ -25,8 +25,9 @@ FETCH_S = 20.0  # for all of an image, redirects included
 _MAX_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
 _INTERNET = IPv6Network("2000::/3")  # of IPv6; others may lead to private machines, and to those of IPv4
+# Tunnels to IPv4, and what clouds and networks keep for themselves: of the latter Python before 3.12 does not say so.
+_REFUSED = [ip_network(each) for each in ("192.0.0.0/24", "192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20")]
 _RESOLVING = ThreadPoolExecutor(4, "quire-resolving")  # seconds long, and others need the threads of the loop
-_TUNNELS = [IPv6Network(each) for each in ("2001::/32", "2002::/16")]  # to IPv4
 
 
 class MediaFetcher:
@@ -116,6 +117,6 @@ async def _resolve(host: str, port: int, param: str) -> str:
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
     """Return whether an address is one of the Internet; those of IPv6 that lead to a machine of IPv4 are not."""
-    if isinstance(address, IPv6Address) and (address not in _INTERNET or any(address in each for each in _TUNNELS)):
+    if isinstance(address, IPv6Address) and address not in _INTERNET:
         return False
-    return address.is_global and not address.is_multicast
+    return address.is_global and not address.is_multicast and not any(address in each for each in _REFUSED)
