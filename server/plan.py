@@ -180,7 +180,8 @@ def _prepare(settings: Settings) -> Plan:
     if app_config.limit_mm_per_prompt is not None:
         from engine.images import most_images
 
-        most_images(app_config.limit_mm_per_prompt)
+        if not most_images(app_config.limit_mm_per_prompt):
+            engine_config = replace(engine_config, image_cache_memory=0)  # no tower
     if serve_config.hf_token is not None:
         os.environ["HF_TOKEN"] = serve_config.hf_token  # the hub's library reads it there
     chat_template = None if serve_config.chat_template is None else _read_template(serve_config.chat_template)

@@ -95,10 +95,12 @@ class LLM(VectorMethods):
         **engine: Any,
     ) -> None:
         check_sampling_source(generation_config, override_generation_config)
-        _check(max_logprobs, limit_mm_per_prompt, tool_call_parser, reasoning_parser)
+        _check(max_logprobs, tool_call_parser, reasoning_parser)
         source = find_model(model)
         if model is None:
             check_embedded(source.path)
+        if not most_images(limit_mm_per_prompt):
+            engine["image_cache_memory"] = 0  # no tower
         config = engine_config(source.path, {"lora_modules": adapters_of(lora_modules), **engine})
         check_model(config, has_tokenizer=tokenizer is not None)
         from engine.startup.build import build_engine  # torch, seconds
@@ -400,9 +402,8 @@ class LLM(VectorMethods):
             del started[event.request_id]
 
 
-def _check(max_logprobs: int, images: Mapping[str, Any] | None, tool_calls: str, reasoning: str) -> None:
+def _check(max_logprobs: int, tool_calls: str, reasoning: str) -> None:
     """Raise ConfigError for arguments that no setting of the engine checks."""
-    most_images(images)
     if max_logprobs < 0:
         raise ConfigError(f"max_logprobs is {max_logprobs}; it must be at least 0.")
     check_choice("tool_call_parser", tool_calls, TOOL_FORMATS)

@@ -205,8 +205,8 @@ class ImagePreprocessor:
         """
         if (places := self.count(text)) != len(images):
             raise InvalidRequestError(
-                f"The model's chat template has places for {places} of {len(images)} images; send images in messages of the "
-                "user.",
+                f"The prompt has places for {places} of {len(images)} images; in a conversation, send them in messages of "
+                "the user.",
                 param="messages",
             )
         texts = iter([each.text for each in images])
