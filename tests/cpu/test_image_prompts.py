@@ -39,7 +39,9 @@ from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.tokenizer_files import load_tokenizer
 from quire import LLM, SamplingParams
 from server.app import create_app
+from server.plan import prepare_all
 from server.settings.app_config import AppConfig
+from server.settings.flags import load_settings
 from tests.cpu.test_images import CONFIGS, CONFIGS_BOTH_WAYS, SIGLIP
 from tests.cpu.test_images import FAMILIES as IMAGES_OF_FAMILIES
 
@@ -104,6 +106,14 @@ def gemma3(tokenizer: Any) -> Any:
 def idefics3(tokenizer: Any) -> Any:
     sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     return transformers.Idefics3Processor(transformers.Idefics3ImageProcessorPil(**sizes), tokenizer, image_seq_len=4)
+
+
+def smolvlm(tokenizer: Any) -> Any:
+    """Whose module needs another library, which spells the numbers of a video's frames."""
+    kind = without_video(transformers.SmolVLMProcessor)
+    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    with patch("transformers.models.smolvlm.processing_smolvlm.num2words", str):
+        return kind(transformers.SmolVLMImageProcessorPil(**sizes), tokenizer, None, image_seq_len=4)
 
 
 def internvl(tokenizer: Any) -> Any:
@@ -270,8 +280,8 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str
 
 
 OTHERS = {
-    "qwen2_5_vl": CASES["qwen3_vl"],
-    "qwen3_5": CASES["qwen3_vl"],
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), CASES["qwen3_vl"]),
+    "smolvlm": (smolvlm, *CASES["idefics3"][1:]),
     "lfm2_vl": (
         Lfm2Images,
         [
@@ -377,11 +387,16 @@ TEMPLATE = (
 OF_FAMILIES = {name: each[0] for name, each in IMAGES_OF_FAMILIES.items()}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLConfig", CONFIGS["Qwen3VLConfig"]),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", CONFIGS["Qwen3VLMoeConfig"]),
+    "qwen2_vl": ("Qwen2VLConfig", CONFIGS["Qwen2VLConfig"]),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", CONFIGS["Qwen2_5_VLConfig"]),
     "qwen3_5": ("Qwen3_5Config", CONFIGS["Qwen3_5Config"]),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", CONFIGS["Qwen3_5MoeConfig"]),
+    "mistral3": ("Mistral3Config", OF_FAMILIES["Mistral3Config"]),
     "gemma3": ("Gemma3Config", CONFIGS_BOTH_WAYS["Gemma3Config"]),
     "gemma4": ("Gemma4Config", OF_FAMILIES["Gemma4Config vision"]),
     "idefics3": ("Idefics3Config", {**OF_FAMILIES["Idefics3Config"], "vision_config": SIGLIP, "scale_factor": 2}),
+    "smolvlm": ("SmolVLMConfig", {**OF_FAMILIES["SmolVLMConfig"], "vision_config": SIGLIP, "scale_factor": 2}),
     "internvl": ("InternVLConfig", OF_FAMILIES["InternVLConfig"]),
     "lfm2_vl": ("Lfm2VlConfig", OF_FAMILIES["Lfm2VlConfig"]),
     "llava_onevision": (
@@ -541,6 +556,19 @@ def test_offline_answers_are_those_of_transformers(folder: Path, tmp_path: Path)
         ):
             with pytest.raises(InvalidRequestError, match="may cut an image in two"):
                 ask()
+
+
+def test_a_limit_of_no_images_loads_no_tower(folder: Path) -> None:
+    """As in vLLM; nor does the server say that it takes some."""
+    name, none = str(checkpoint(folder, "qwen3_vl").folder), {"image": 0}
+    with LLM(name, dtype="float32", limit_mm_per_prompt=none, **POOL) as llm:
+        assert not llm._engine.facts.takes_images
+        data = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": picture(1, 60, 40)}}
+        with pytest.raises(InvalidRequestError, match="takes text alone"):
+            llm.generate(data)
+    for limit, memory in ((none, 0), ({"image": 1}, 256 << 20)):
+        [plan] = prepare_all(load_settings([name, "--limit-mm-per-prompt", json.dumps(limit)]))
+        assert plan.engine.image_cache_memory == memory
 
 
 def test_options_of_the_processor(tmp_path: Path) -> None:

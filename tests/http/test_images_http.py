@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -240,6 +241,23 @@ def test_images_that_are_refused(http: httpx.Client, parts: list[Any], words: st
     assert words in refusal(ask(http, *parts))
 
 
+def test_damaged_images_are_an_answer_or_a_sentence(http: httpx.Client, seeing: Live) -> None:
+    """tests/pure/test_images_door.py has 2,000 of them, for the decoder alone."""
+    whole, rng = [picture(kind=kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")], random.Random(5)
+    statuses = set[int]()
+    for number in range(60):
+        file = bytearray(whole[number % 4])
+        file[rng.randrange(12, len(file))] ^= rng.randrange(1, 256)
+        cut = rng.choice((len(file), rng.randrange(len(file))))
+        answer = ask(http, part(data_url(bytes(file[:cut]))))
+        statuses.add(answer.status_code)
+        if answer.status_code == 400:
+            assert "messages has an image that cannot be used: " in refusal(answer)
+    assert statuses == {200, 400}
+    gc.collect()
+    eventually(lambda: seeing.context.model.images._held.of("127.0.0.1") == 0)
+
+
 def test_images_have_a_place_in_turns_of_users_and_tools(http: httpx.Client) -> None:
     for role in ("system", "assistant"):
         messages = [{"role": role, "content": [part(picture())]}, {"role": "user", "content": "a"}]
@@ -359,6 +377,7 @@ def test_images_of_other_hosts(host: int, serve: Callable[..., Live], monkeypatc
         "10.1.2.3",
         "192.168.0.1",
         "169.254.169.254",
+        "192.0.0.192",
         "100.64.0.1",
         "0.0.0.0",
         "224.0.0.1",
@@ -373,6 +392,7 @@ def test_images_of_other_hosts(host: int, serve: Callable[..., Live], monkeypatc
         "64:ff9b::a00:1",
         "2002:a00:1::",
         "2001:0:1::f5ff:fffe",
+        "::ffff:93.184.216.34",
     ],
 )
 def test_addresses_of_private_networks(address: str) -> None:
@@ -427,6 +447,18 @@ def test_nobody_can_tell_what_images_another_has_sent(
     assert digests == [request.spans[0].digest for request in found]
     parts = [salt if shares else (name, salt) for name, salt in asked]
     assert [digests.index(each) for each in digests] == [parts.index(each) for each in parts]
+
+
+def test_the_tokens_of_images_count_in_the_limits_of_a_tenant(serve: Callable[..., Live], tmp_path: Path) -> None:
+    """A megapixel would be free of charge otherwise."""
+    (tmp_path / "tenants.yaml").write_text("tenants: [{name: ann, key: ann-key, tokens_per_minute: 200}]")
+    live = serve(template=TEMPLATE, images=preprocessor, place="thread", tenants=tmp_path / "tenants.yaml")
+    with httpx.Client(base_url=live.url, headers={"authorization": "Bearer ann-key"}) as client:
+        first = ask(client, part(picture(96, 96)))
+        assert first.json()["usage"]["prompt_tokens"] == 147
+        assert int(first.headers["x-ratelimit-remaining-tokens"]) <= 200 - 147
+        ask(client, part(picture(96, 96, shade=9)))
+        assert "used up its 200 tokens a minute" in refusal(ask(client, part(picture(96, 96))), 429)
 
 
 # -- bounds ----------------------------------------------------------------------------------------------------------------
