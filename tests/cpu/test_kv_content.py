@@ -164,6 +164,7 @@ def test_the_fingerprint_is_of_every_setting_that_changes_kv(
         name(model, blocks=[torch.zeros(3, 8)]),
         name(model, block_size=32),
         name(model, kv_cache_dtype="int8"),
+        name(model, state_dtype="bfloat16"),
         name(model, quantization="int8"),
         name(model, model_impl="transformers"),
         name(model, attention_backend="torch"),

@@ -160,7 +160,12 @@ def test_definitions_bring_up_what_a_step_with_replays_reads(name: str, tmp_path
 
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"),
-    [(torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.float32, "bfloat16")],
+    [
+        (torch.float32, "float32"),
+        (torch.bfloat16, "float32"),
+        (torch.float32, "bfloat16"),
+        (torch.bfloat16, "bfloat16"),
+    ],
     ids=str,
 )
 def test_no_cut_shows(library: Library, shape: Path, dtype: torch.dtype, state_dtype: str) -> None:

@@ -42,6 +42,7 @@ class Index:
     def __init__(self) -> None:
         self.last = -1
         self.held: Held = {}
+        self.kinds: dict[int, tuple[str | None, int | None]] = {}  # by group
 
     def take(self, number: int, payload: bytes) -> None:
         """Apply a message, the next one."""
@@ -57,6 +58,8 @@ class Index:
                 for block in event["block_hashes"]:
                     del held[block]
                 continue
+            kind = event.get("kv_cache_spec_kind"), event.get("kv_cache_spec_sliding_window")
+            assert self.kinds.setdefault(event.get("group_idx", 0), kind) == kind
             size, parent = event["block_size"], event["parent_block_hash"]
             assert len(event["token_ids"]) == size * len(event["block_hashes"])
             for index, block in enumerate(event["block_hashes"]):
@@ -191,6 +194,14 @@ class EventsMachine(SchedulerMachine):
         assert {place: set(held) for place, held in self.index.held.items() if held} == {
             place: held for place, held in expected.items() if held
         }
+        kinds = {"full": ("full_attention", None), "window 5": ("sliding_window", 5), "recurrent": ("mamba", None)}
+        groups = self.driver.scheduler.config.groups
+        assert (
+            self.index.kinds.items()
+            <= {
+                number: kinds[group.name] if len(groups) > 1 else (None, None) for number, group in enumerate(groups)
+            }.items()
+        )
         for block, held in self.index.held.get(("GPU", 0), {}).items():
             if held["parent"] is None:
                 assert held["extra"] or chain_next(chain_root(""), held["tokens"]) == names[block]

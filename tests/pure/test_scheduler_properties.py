@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.core.errors import NeverFitsError
-from engine.core.types import AbortCause, BeamParams, EarlyStopping
+from engine.core.types import AbortCause, BeamParams, EarlyStopping, Pin
 from loadtest.fake_runner import CostModel
 from tests.integrity import check_scheduler
 from tests.pure.driver import EOS, FAILS, Driver, config, request
@@ -72,6 +72,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["a", "a", "b", "c"]),
         weight=st.sampled_from([0.5, 1.0, 4.0]),
         cache_owner=st.sampled_from(["", "", "a"]),
+        pinned=st.sampled_from([0, 0, 0, 4, 9]),
+        open_tokens=st.sampled_from([None, None, 1, 3]),
         extra_beams=st.sampled_from([None, None, 0, 1, 3]),
         length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
         early_stopping=st.sampled_from(EarlyStopping),
@@ -82,6 +84,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         greedy: bool,
         ending: frozenset[int],
         n: int,
+        pinned: int,
+        open_tokens: int | None,
         extra_beams: int | None,
         length_penalty: float,
         early_stopping: EarlyStopping,
@@ -101,6 +105,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_s=self.driver.now,
             n=n,
             beam=beam,
+            pins=(Pin(min(pinned, len(prompt)), 5.0),) if pinned else (),
+            turn_end=0 if open_tokens is None else max(len(prompt) - open_tokens, 0),
             **params,
         )
         with suppress(NeverFitsError) if beam is not None else nullcontext():

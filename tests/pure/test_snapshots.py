@@ -66,6 +66,7 @@ class StateMachine(SchedulerMachine):
         budget=st.integers(6, 30),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "fair"]),
+        pinned_share=st.sampled_from([0.0, 0.3]),
         num_speculative_tokens=st.sampled_from([0, 1, 4]),
     )
     def start(  # type: ignore[override]
