@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from server.answers.model import ServedModel
 from server.protocol.errors import ApiError
 
 _MAX_CATEGORY_TOKENS = 32
+_AT_ONCE = 16  # verdicts on the prompts, choices or texts of one request
 _QWEN_CATEGORIES = (
     "Violent|Non-violent Illegal Acts|Sexual Content or Sexual Acts|PII|Suicide & Self-Harm|Unethical Acts|"
     "Politically Sensitive Topics|Copyright Violation|Jailbreak"
@@ -161,6 +162,24 @@ class ContentGuard:
             message = f"The guard {self.name} cannot judge this text now, so it is not shown: {why}"
             raise ApiError(503, "guard_unavailable", message, None, "service_unavailable_error") from error
 
+    async def judge_each(self, turns: Iterable[Turns], likes: Iterable[Request]) -> list[Verdict]:
+        """Return the verdicts on several conversations, some at a time: all might not fit the guard's queue.
+
+        Raises ApiError, and asks for no further verdict.
+        """
+        room = asyncio.Semaphore(_AT_ONCE)
+
+        async def judge(one: Turns, like: Request) -> Verdict:
+            async with room:
+                return await self.judge(one, like)
+
+        judging = [asyncio.ensure_future(judge(*each)) for each in zip(turns, likes, strict=True)]
+        try:
+            return await asyncio.gather(*judging)
+        finally:
+            for each in judging:
+                each.cancel()
+
 
 def talks(body: QueueFields, requests: Sequence[Request], tokenizer: TextTokenizer) -> list[Turns]:
     """Return the conversation of each prompt, as guards take it."""
@@ -208,7 +227,7 @@ class GuardedGeneration(Generation):
 
     async def read_prompts(self) -> None:
         """Have the prompts judged, before anything is sent. Raises ApiError."""
-        verdicts = await self._all(map(self._guard.judge, self._turns, self._requests))
+        verdicts = await self._judge(self._turns, self._requests)
         for prompt, verdict in enumerate(verdicts):
             if verdict.is_unsafe:
                 self._refused.update((prompt * self._n + choice, verdict) for choice in range(self._n))
@@ -235,21 +254,18 @@ class GuardedGeneration(Generation):
         # All that was drawn: a stop string or a parser may hold text of tokens whose ids and log probabilities are sent.
         texts = {i: self._decode([*self._taken[i], *choices[i].pending.token_ids]) for i in due}
         new = {i: text for i, text in texts.items() if text != self._judged[i][1]}
-        verdicts = await self._all([self._read(i, text) for i, text in new.items()])
+        told = [_said(self._turns[i // self._n], "assistant", text) for i, text in new.items()]
+        verdicts = await self._judge(told, [self._requests[i // self._n] for i in new])
         for index, verdict in zip(new, verdicts, strict=True):
             self._judged[index] = choices[index].num_tokens, texts[index]
             if verdict.is_unsafe:
                 self._block(index, verdict)
         return due
 
-    def _read(self, index: int, text: str) -> Awaitable[Verdict]:
-        prompt = index // self._n
-        return self._guard.judge(_said(self._turns[prompt], "assistant", text), self._requests[prompt])
-
-    async def _all(self, verdicts: Iterable[Awaitable[Verdict]]) -> list[Verdict]:
+    async def _judge(self, turns: Sequence[Turns], likes: Sequence[Request]) -> list[Verdict]:
         """Wait for verdicts; where one cannot be had, the answer ends."""
         try:
-            return await asyncio.gather(*verdicts)
+            return await self._guard.judge_each(turns, likes)
         except BaseException as error:
             is_left = isinstance(error, asyncio.CancelledError)
             self._answer.close(AbortCause.DISCONNECT if is_left else AbortCause.ERROR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -63,7 +62,7 @@ async def create_moderation(
         raise InvalidRequestError("This model is no guard and has none; name a guard.", param="model")
     state = state_of(http.scope)
     [like] = responder.admit(state, responder.requests(body, None, [[0]], [SamplingParams(max_tokens=1)]))
-    judging = asyncio.gather(*(guard.judge([("user", text)], like) for text in body.input))
+    judging = guard.judge_each([[("user", text)] for text in body.input], [like] * len(body.input))
     verdicts = await unless_disconnected(http.receive, judging)
     if state.account is not None:
         state.account.charge(sum(verdict.num_tokens for verdict in verdicts))

@@ -17,6 +17,7 @@ from harness import APP, END, TEMPLATE, Gate, Live, byte_tokenizer, parts_of
 
 from engine.core.errors import ConfigError
 from engine.core.rows import SequenceSlice
+from engine.core.scheduling.admission import QueueLimits
 from engine.text.fields.chat import Conversation
 from loadtest.fake_runner import FakeRunner
 from server.answers.content_guard import ContentGuard, conversation
@@ -72,9 +73,10 @@ def guarded() -> Iterator[Callable[..., Live]]:
             strict: bool = False,
             tenants: Path | None = None,
             chat_template: str = TEMPLATE,
+            limits: QueueLimits = QueueLimits(),  # noqa: B008 - immutable
             **more: Any,
         ) -> Live:
-            guard = Live(runner=GuardRunner, fail=fail, place="thread")
+            guard = Live(runner=GuardRunner, fail=fail, limits=limits, place="thread")
             chat = Live(place="thread", **more)
             config = replace(APP, guard="judge", guard_every=EVERY, guard_strict=strict, tenants=tenants)
             chat.app = make_app(
@@ -239,6 +241,19 @@ def test_moderations(url: str) -> None:
         assert answer["model"] == "judge"
         assert [each["flagged"] for each in answer["results"]] == [False, True]
         assert answer["results"][1]["categories"] == {"S1": True, "S9": True}
+
+
+def test_many_texts_wait_for_room_in_the_guards_queue(guarded: Callable[..., Live]) -> None:
+    """And where one cannot be read, the rest is not."""
+    live = guarded(limits=QueueLimits(max_requests=4))
+    guard = live.app.state.models.find("judge").now().engine
+    body: dict[str, Any] = {"model": "judge", "input": ["quiet", "a bomb"] * 50}
+    answer = httpx.post(live.url + "/v1/moderations", json=body)
+    assert [each["flagged"] for each in answer.json()["results"]] == [False, True] * 50
+    body["input"][3], before = "x" * 600, guard.stats.steps
+    answer = httpx.post(live.url + "/v1/moderations", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert guard.stats.steps < before + 50
 
 
 def test_moderations_are_on_the_tenants_account(guarded: Callable[..., Live], tmp_path: Path) -> None:
