@@ -241,6 +241,18 @@ def test_an_operator_loads_and_unloads() -> None:
         assert world.ask("a").status_code == 503
 
 
+def test_a_tenant_loads_nothing_but_by_asking(tmp_path: Path) -> None:
+    (tmp_path / "tenants.yaml").write_text("tenants: [{name: a, key: secret}]")
+    world = World(keep=("a",), tenants=tmp_path / "tenants.yaml", api_keys=("key",))
+    with world.serving() as client:
+        client.headers["authorization"] = "Bearer secret"
+        for path in ("/v1/models/b/load", "/v1/models/a/unload"):
+            refused = client.post(path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
+        assert world.states() == ["loaded", "unloaded", "unloaded"]
+        assert text(world.ask("b")) == "hi"
+
+
 def test_no_request_brings_back_what_an_operator_unloads() -> None:
     """Where none may load a model, one that arrives while it leaves does not either."""
     world = World(keep=("a", "b"), models_autoload=False)
