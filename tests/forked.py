@@ -73,6 +73,7 @@ class Forked:
 
 
 def _run(program: str, argv: list[str], cwd: str, env: dict[str, str], stderr: Any) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, beneath which the tests may run, would have it ignored
     end = stderr.detach()
     os.dup2(end, 2)
     os.close(end)
