@@ -377,6 +377,22 @@ def test_the_next_turn_finds_its_prompt_in_host_memory(windows: list[int]) -> No
     driver.check_streams()
 
 
+def test_a_window_that_comes_from_host_memory_is_findable_in_the_pool_again() -> None:
+    """Also behind blocks of the first group that the pool has kept."""
+    driver = Driver(windowed([9], num_blocks=60, max_model_len=120, num_host_blocks=100, host_caching=True))
+    kv, prompt, (group,) = driver.scheduler.kv, tuple(range(9000, 9030)), groups_of(driver)
+    prefill(driver, request("turn1", prompt))
+    names = list(kv.first_names(driver.requests["turn1"]))
+    name_block(names, prompt, 6, 4)
+    window = [names[index + 1] for index in group.window_at(7)]
+    for name in window:
+        group.drop(name)
+    prefill(driver, request("other", (1, 2, 3)))  # whose step copies it out
+    assert prefill(driver, request("turn2", (*prompt[:28], 7, 8, 9, 10, 11))) == 28
+    assert all(map(group.has, window))
+    driver.check_streams()
+
+
 @pytest.mark.parametrize(("lost", "num_found"), [(4, 28), (5, 0), (6, 0)])
 def test_a_prompt_resumes_in_no_group_if_a_block_of_one_window_is_gone(lost: int, num_found: int) -> None:
     driver = Driver(windowed([9], num_blocks=60, max_model_len=120, num_host_blocks=1000, host_caching=True))

@@ -278,6 +278,17 @@ def test_what_cannot_be_written_is_not_said_to_be_there() -> None:
     check_scheduler(driver.scheduler)
 
 
+def test_a_content_is_not_saved_before_its_copy_is_made() -> None:
+    """It was evicted after its copy had arrived, and is copied to the same host block again."""
+    tiers = tiered().scheduler.tiers
+    tiers.host.offload(b"content", 3)
+    tiers._landed[b"content"] = tiers.host.find(b"content")
+    assert not tiers.start(0.0)
+    tiers.host.take_due()
+    tiers._landed[b"content"] = tiers.host.find(b"content")
+    assert not tiers.start(0.0), "a plan in flight makes it"
+
+
 def test_a_spill_that_fails_is_forgotten() -> None:
     driver = tiered()
     serve(driver, "first", prompt(0))
