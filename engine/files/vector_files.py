@@ -45,6 +45,7 @@ class VectorSettings:
     prompts: tuple[tuple[str, str], ...] = ()  # names, and what comes before a text
     default_prompt: str | None = None  # its name
     max_tokens: int | None = None  # of a text
+    lowers: bool = False  # texts are read in lower case
     labels: tuple[str, ...] = ()  # of a classifier
     activation: str = ""  # of a classifier's scores: sigmoid, softmax or none
     pair_activation: str = ""  # of the score of a pair of texts
@@ -117,6 +118,7 @@ def read_vectors(config: HFConfig, path: Path, *, is_encoder: bool) -> VectorSet
         prompts=tuple((name, prompts.text(name, "")) for name in prompts.values),
         default_prompt=spoken.text("default_prompt_name") if spoken.has("default_prompt_name") else None,
         max_tokens=limits.optional_size("max_seq_length"),
+        lowers=limits.flag("do_lower_case"),
     )
 
 

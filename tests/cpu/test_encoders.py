@@ -443,6 +443,20 @@ def test_sentence_transformers_files_decide(embedder: tuple[Served, Callable[[Te
     assert "document" not in ranked[0]
 
 
+def test_texts_are_lowered_where_the_files_say_so(tmp_path: Path) -> None:
+    save(tmp_path, KINDS["bert"])
+    pooling = {"1_Pooling__config": {"pooling_mode": "mean"}}
+    for lowers, ids in ((False, [0, 0, 0]), (True, [7, 20, 21])):
+        files = {
+            "config_sentence_transformers": {"prompts": {"query": "W7 "}},
+            "sentence_bert_config": {"do_lower_case": lowers},
+        }
+        describe(tmp_path, modules=modules("Transformer", "Pooling"), **files, **pooling)
+        with LLM(str(tmp_path), dtype="float32", **ENGINE) as llm:
+            (output,) = llm.embed("W20 W21", input_type="query", progress=False)
+            assert output.prompt_token_ids == ids
+
+
 def test_dimensions_scale_what_the_files_leave_as_it_is(tmp_path: Path) -> None:
     model = save(tmp_path, KINDS["bert"])
     describe(tmp_path, modules=modules("Transformer", "Pooling"), **{"1_Pooling__config": {"pooling_mode": "mean"}})

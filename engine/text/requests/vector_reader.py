@@ -119,6 +119,8 @@ class VectorReader:
         """Return the ids of a text, of which some is kept. Raises ContextLengthError or InvalidRequestError."""
         encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
         num_behind = self._tokenizer.num_around[1] * add_special_tokens
+        if self.settings.lowers:
+            prompt, text = prompt.lower(), text.lower()
         return self._cut(lambda shown: encode(prompt + shown), text, param, truncation, num_behind)
 
     def pair(
