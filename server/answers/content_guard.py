@@ -206,6 +206,12 @@ def _said(turns: Turns, role: str, text: str) -> list[tuple[str, str]]:
     return [*turns, (role, text)]
 
 
+def _answered(turns: Turns, text: str) -> Turns:
+    """Return a conversation with an answer, which may continue the last message."""
+    role, last = turns[-1]
+    return [*turns[:-1], (role, last + text)] if role == "assistant" else [*turns, ("assistant", text)]
+
+
 class GuardedGeneration(Generation):
     """A generation whose choices are taken once the guard has judged them; what it finds unsafe ends without the held text."""
 
@@ -254,7 +260,7 @@ class GuardedGeneration(Generation):
         # All that was drawn: a stop string or a parser may hold text of tokens whose ids and log probabilities are sent.
         texts = {i: self._decode([*self._taken[i], *choices[i].pending.token_ids]) for i in due}
         new = {i: text for i, text in texts.items() if text != self._judged[i][1]}
-        told = [_said(self._turns[i // self._n], "assistant", text) for i, text in new.items()]
+        told = [_answered(self._turns[i // self._n], text) for i, text in new.items()]
         verdicts = await self._judge(told, [self._requests[i // self._n] for i in new])
         for index, verdict in zip(new, verdicts, strict=True):
             self._judged[index] = choices[index].num_tokens, texts[index]

@@ -178,6 +178,13 @@ def test_no_token_is_shown_whose_text_was_not_judged(url: str) -> None:
     assert (plain["logprobs"]["content"], plain["token_ids"]) == ([], [])
 
 
+def test_a_continued_message_is_judged_as_one(url: str) -> None:
+    messages = [{"role": "user", "content": "leftmb and more|"}, {"role": "assistant", "content": "a bo"}]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    [choice] = ask(url, "", messages=messages, **fields)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("content_filter", "")
+
+
 def test_calls_are_judged_and_held(guarded: Callable[..., Live]) -> None:
     """An unsafe argument ends the answer before it is shown."""
     live = guarded(chat_template="{% if tools %}{# <tool_call> #}{% endif %}" + TEMPLATE)

@@ -209,6 +209,14 @@ def test_room_is_made_by_the_least_useful_and_never_by_one_with_work(limits: dic
             assert {text(each) for each in many.map(world.ask, "abcbcabccb" * 3)} == {"hi"}
 
 
+def test_the_one_that_had_no_work_for_longest_leaves() -> None:
+    world = World(models_max=2)
+    with world.serving():
+        for name, states in (("a", "luu"), ("b", "llu"), ("a", "llu"), ("c", "lul"), ("b", "ull")):
+            assert text(world.ask(name)) == "hi"
+            assert "".join(state[0] for state in world.states()) == states
+
+
 def test_a_model_that_never_fits_is_refused() -> None:
     world = World(keep=("a", "b"), limit=25)
     with world.serving():
