@@ -120,7 +120,13 @@ HALVES = {
         {"rope.dimension_sections": [4, 2, 2, 0]},
         {"n_wa_pattern": 2, "window_size": 16, "image_size": 560, "image_min_pixels": 64, "image_max_pixels": 4096},
     ),
-    "qwen2_vl": Half("qwen2vl", "qwen2vl_merger", {}, {}, {"image_size": 560, "feed_forward_length": 64}),
+    "qwen2_vl": Half(
+        "qwen2vl",
+        "qwen2vl_merger",
+        {},
+        {"rope.dimension_sections": [4, 2, 2, 0]},
+        {"feed_forward_length": 64, "image_size": 560, "image_min_pixels": 64, "image_max_pixels": 4096},
+    ),
     "internvl": Half(
         "qwen2",
         "internvl",
