@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
@@ -610,6 +610,34 @@ def test_options_of_the_processor(tmp_path: Path) -> None:
             plain.prepare(pixels, "messages", wishes=wrong)
     with pytest.raises(InvalidRequestError, match="refuses 500 x 1 pixels"):
         plain.prepare(np.zeros((1, 500, 3), np.uint8), "messages")
+
+
+def test_options_that_families_have_themselves(tmp_path: Path) -> None:
+    """An operator's come before them, and before those of files; one whose text is not known is refused."""
+    found = dict[str, Callable[..., ImagePreprocessor | None]]()
+    for kind in ("internvl", "gemma3", "llava_onevision"):
+        make, marks, named, config, _, _ = CASES[kind]
+        theirs = make(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(marks), extra_special_tokens=named or None))
+        (folder := tmp_path / kind).mkdir()
+        text = made(folder, marks, {"model_type": kind, **config}, theirs.image_processor)._tokenizer
+        found[kind] = partial(ImagePreprocessor.of, folder, text)
+    pixels = np.zeros((20, 60, 3), np.uint8)
+    counts = [
+        ours.prepare(pixels, "messages").image.num_tokens
+        for kind, options in (
+            ("internvl", {}),
+            ("internvl", {"crop_to_patches": False}),
+            ("llava_onevision", {}),
+            ("llava_onevision", {"image_grid_pinpoints": [[16, 16]]}),
+        )
+        if (ours := found[kind](options)) is not None
+    ]
+    theirs = llava(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(["<image>", "<video>"])))
+    assert counts[:3] == [16, 4, len(theirs(images=[Pillow.fromarray(pixels)], text=["<image>"])["input_ids"][0])]
+    theirs.image_processor.image_grid_pinpoints = [[16, 16]]
+    assert counts[3] == len(theirs(images=[Pillow.fromarray(pixels)], text=["<image>"])["input_ids"][0]) < counts[2]
+    with pytest.raises(ConfigError, match="do_pan_and_scan cuts images into crops"):
+        found["gemma3"]({"do_pan_and_scan": True})
 
 
 def test_a_width_that_could_be_channels_is_one(caplog: pytest.LogCaptureFixture) -> None:

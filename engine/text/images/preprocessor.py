@@ -61,6 +61,7 @@ class ImagePreprocessor:
         self._most = most_images(limits)
         self._token_id = tokenizer.special_tokens[tokens.token]
         self._mark = tokens.spell(family.mark) if family.mark else tokens.token
+        self._own = {name: options.get(name, value) for name, value in family.options(tokens).items()}
         self._options = json.dumps(options, sort_keys=True, default=str).encode()
 
     @classmethod
@@ -108,6 +109,7 @@ class ImagePreprocessor:
                 config, own = {**half.config, **half.tokens}, half.processor
                 names = {token: token for token in tokenizer.special_tokens}
             token = names[config["image_token_id" if "image_token_id" in config else "image_token_index"]]
+            own |= options
             tokens = ImageTokens(config, own, token, lambda name: names[config[name]])
             processor = _load_processor(model if mmproj is None else None, own, options)
             made = cls(FAMILIES[config["model_type"]], tokens, processor, tokenizer, options, limits)
@@ -138,7 +140,7 @@ class ImagePreprocessor:
         `wishes` are the request's mm_processor_kwargs. Raises InvalidRequestError for some, and for a size that the
         processor refuses.
         """
-        options = {**self._family.options(self._tokens), **(self._sizes(wishes) if wishes else {})}
+        options = {**self._own, **(self._sizes(wishes) if wishes else {})}
         height, width = pixels.shape[:2]
         is_coarse = num > 1 and self._family.is_coarse_in_company
         why = f"the model's image processor refuses {width} x {height} pixels"
@@ -240,21 +242,22 @@ def _split(text: str, mark: str) -> str:
 
 
 def _load_processor(folder: Path | None, own: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Return the image processor of some settings, which a folder has unless it is None."""
+    """Return the image processor of some settings, options among them, of which a folder has the others unless it is None.
+
+    Raises ConfigError for an option that cannot be kept.
+    """
     import transformers  # seconds to import; only models with a tower need it
 
     # Gemma 4's and InternVL's forget the format between two steps, and guess it right; of widths that could be channels they warn.
     logging.getLogger("transformers.image_utils").setLevel(logging.ERROR)
     kind, unused = own.get("image_processor_type", ""), options
     if kind.startswith("Lfm2Vl"):
-        made: Any = Lfm2VlImageProcessor({**own, **options})
+        made: Any = Lfm2VlImageProcessor(own)
     elif kind.startswith("Gemma4Unified"):  # whose merged patches are larger ones; its class needs another library
         side = own.get("patch_size", 16) * own.get("pooling_kernel_size", 3)
-        made = transformers.Gemma4ImageProcessorPil.from_dict(
-            {**own, **options, "patch_size": side, "pooling_kernel_size": 1}
-        )
+        made = transformers.Gemma4ImageProcessorPil.from_dict({**own, "patch_size": side, "pooling_kernel_size": 1})
     elif folder is None:
-        made = getattr(transformers, f"{kind}Pil").from_dict({**own, **options})
+        made = getattr(transformers, f"{kind}Pil").from_dict(own)
     else:
         how = {"backend": "pil", "local_files_only": True, "trust_remote_code": False, "return_unused_kwargs": True}
         made, unused = transformers.AutoImageProcessor.from_pretrained(str(folder), **how, **options)
@@ -263,5 +266,9 @@ def _load_processor(folder: Path | None, own: Mapping[str, Any], options: Mappin
         raise ConfigError(
             f"--mm-processor-kwargs has {min(beyond)!r}, which the model's image processor does not know; it knows "
             f"{', '.join(sorted(known))}."
+        )
+    if getattr(made, "do_pan_and_scan", None):  # Gemma 3's, each crop of which is an image among text
+        raise ConfigError(
+            "do_pan_and_scan cuts images into crops, which are not served; set it to false (--mm-processor-kwargs)."
         )
     return made
