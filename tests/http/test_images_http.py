@@ -7,8 +7,12 @@ import base64
 import gc
 import json
 import random
+import shutil
+import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,10 +21,12 @@ import httpx
 import pytest
 from harness import Live
 
+from engine.core.errors import InvalidRequestError
 from engine.core.types import Request
 from loadtest.__main__ import main
 from server.answers import handoff, media
 from server.http.bodies import HeldBytes
+from server.settings.app_config import AppConfig
 from tests.http.fake_images import PAD, TEMPLATE, picture, preprocessor
 from tests.patience import PATIENCE_S, eventually
 
@@ -368,6 +374,58 @@ def test_images_of_other_hosts(host: int, serve: Callable[..., Live], monkeypatc
         assert "answers 404" in refusal(ask(client, part(f"{base}/none")))
         assert "more than 100000 bytes" in refusal(ask(client, part(f"{base}/zeros/200000")))
         assert "its format is not known" in refusal(ask(client, part(f"{base}/words")))
+
+
+def fetched(config: AppConfig, url: str) -> bytes | None:
+    return asyncio.run(media.MediaFetcher(config).fetch(url, "messages", lambda _: None))
+
+
+def test_a_name_is_resolved_once_and_all_its_addresses_are_public(host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, asked = (
+        AppConfig(model="m", served_model_names=("m",), allowed_media_domains=(f"a.example:{host}",)),
+        list[str](),
+    )
+    addresses = ["93.184.216.34", "127.0.0.1"]
+
+    def resolve(name: str, port: int, **_: Any) -> list[Any]:
+        asked.append(name)
+        return [(2, 1, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(media.socket, "getaddrinfo", resolve)
+    with pytest.raises(InvalidRequestError, match="private network"):
+        fetched(config, f"http://a.example:{host}/image")
+    monkeypatch.setattr(media, "is_public", lambda _: True)
+    del addresses[0]
+    assert fetched(config, f"http://a.example:{host}/image") == picture()
+    assert asked == ["a.example"] * 2
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_a_host_shows_a_certificate_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the connection goes to an address."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    subprocess.run(["openssl", *words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    monkeypatch.setattr(media, "is_public", lambda _: True)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        hosts = [f"{name}:{server.server_port}" for name in ("localhost", "127.0.0.1")]
+        config = AppConfig(model="m", served_model_names=("m",), allowed_media_domains=tuple(hosts))
+        try:
+            with pytest.raises(InvalidRequestError, match="could not be asked"):
+                fetched(config, f"https://{hosts[0]}/image")
+            trusted = ssl.create_default_context(cafile=certificate)
+            monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, verify=trusted))
+            assert fetched(config, f"https://{hosts[0]}/image") == picture()
+            with pytest.raises(InvalidRequestError, match="could not be asked"):
+                fetched(config, f"https://{hosts[1]}/image")
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize(
