@@ -642,6 +642,22 @@ def test_a_tower_goes_on_between_steps_and_can_be_left(folder: Path) -> None:
     left.close()
 
 
+def test_an_image_beyond_the_memory_of_a_device_is_no_number(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps nothing else would catch the error, and the engine would end."""
+    tower = vision(folder, "Qwen3VLConfig").tower
+
+    def fail(**_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tower._model, "get_image_features", fail)
+        pieces = Pieces(lambda: tower(LARGE))
+        assert pieces.advance(60.0)
+        assert pieces.result().isnan().all()
+        assert pieces.result().shape == (3, LARGE.num_tokens, 64)
+    assert tower(LARGE).isfinite().all()
+
+
 def test_a_tower_has_the_threads_of_the_process() -> None:
     """Torch's, which spin, are one beside those of the native library."""
     usual = torch.get_num_threads()

@@ -49,7 +49,7 @@ class Tower:
     def __call__(self, image: Image) -> Tensor:
         """Return the vectors [1 + D, V, hidden] of an image, alone: others in a batch might change its bits.
 
-        An image that transformers' code cannot compute becomes NaN: its requests fail, and no others.
+        An image that cannot be computed becomes NaN: its requests fail, and no others.
         """
         arrays = {name: torch.from_numpy(array).to(self._device) for name, array in image.arrays.items()}
         try:
@@ -60,9 +60,7 @@ class Tower:
             if made.shape[1] == image.num_tokens:
                 return made
             log.warning("an image became %d vectors, and its prompt has room for %d", made.shape[1], image.num_tokens)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # any: it is another project's code
+        except Exception as error:  # any: it is another project's code; one is that of a device's full memory
             log.warning("the vision tower cannot compute an image: %s: %s", type(error).__name__, error)
         config = self._model.config
         num_levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
