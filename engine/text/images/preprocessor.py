@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.shown import shorten
 from engine.core.spans import Span
 from engine.files.mmproj import read_mmproj
@@ -78,42 +78,20 @@ class ImagePreprocessor:
         A model is a folder, or a GGUF file with `mmproj` for its vision half.
         Raises ConfigError for options or limits that cannot be kept.
         """
+        settings = options or {}
         try:
-            return cls._of(model, tokenizer, options or {}, limits or {}, mmproj)
-        except ModelLoadError as error:
-            logger.warning("text alone is served: %s", error)
+            with TRANSFORMERS:
+                tokens = _read_tokens(model, tokenizer, settings, mmproj)
+                processor = _load_processor(model if mmproj is None else None, tokens.processor, settings)
+                family = FAMILIES[tokens.config["model_type"]]
+                made = cls(family, tokens, processor, tokenizer, settings, limits or {})
+                made.prepare(np.zeros((64, 64, 3), np.uint8), "the start")  # so that what a file lacks is known now
+        except ConfigError:
+            raise
+        except Exception as error:  # any: the code is another project's
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            logger.warning("text alone is served: its image processor cannot be loaded (%s)", reason)
             return None
-
-    @classmethod
-    def _of(
-        cls,
-        model: Path,
-        tokenizer: TextTokenizer,
-        options: Mapping[str, Any],
-        limits: Mapping[str, Any],
-        mmproj: str | None,
-    ) -> ImagePreprocessor:
-        def refuse(error: Exception) -> ModelLoadError:
-            reason = " ".join(str(error).split())[:300]
-            return ModelLoadError(f"its image processor cannot be loaded ({type(error).__name__}: {reason})")
-
-        with TRANSFORMERS, foreign_code(refuse, (ConfigError,)):
-            names: dict[Any, str] = {token_id: token for token, token_id in tokenizer.special_tokens.items()}
-            if mmproj is None:
-                config, old, new = (
-                    read_json_beside(model / f"{name}config.json") for name in ("", "preprocessor_", "processor_")
-                )
-                own = {**old, **new.get("image_processor", {}), **new}
-            else:
-                half = read_mmproj(Path(mmproj), model)
-                config, own = {**half.config, **half.tokens}, half.processor
-                names = {token: token for token in tokenizer.special_tokens}
-            token = names[config["image_token_id" if "image_token_id" in config else "image_token_index"]]
-            own |= options
-            tokens = ImageTokens(config, own, token, lambda name: names[config[name]])
-            processor = _load_processor(model if mmproj is None else None, own, options)
-            made = cls(FAMILIES[config["model_type"]], tokens, processor, tokenizer, options, limits)
-            made.prepare(np.zeros((64, 64, 3), np.uint8), "the start")  # so that what a file lacks is known now
         return made
 
     # -- images --------------------------------------------------------------------------------------------------------
@@ -239,6 +217,22 @@ class ImagePreprocessor:
 def _split(text: str, mark: str) -> str:
     """Return a text in which a mark is split."""
     return text.replace(mark, mark[:1] + _SPLIT + mark[1:])
+
+
+def _read_tokens(model: Path, tokenizer: TextTokenizer, options: Mapping[str, Any], mmproj: str | None) -> ImageTokens:
+    """Return the settings of a checkpoint that its family reads; `options` come before those of its files."""
+    names: dict[Any, str] = {token_id: token for token, token_id in tokenizer.special_tokens.items()}
+    if mmproj is None:
+        config, old, new = (
+            read_json_beside(model / f"{name}config.json") for name in ("", "preprocessor_", "processor_")
+        )
+        own = {**old, **new.get("image_processor", {}), **new}
+    else:
+        half = read_mmproj(Path(mmproj), model)
+        config, own = {**half.config, **half.tokens}, half.processor
+        names = {token: token for token in tokenizer.special_tokens}
+    token = names[config["image_token_id" if "image_token_id" in config else "image_token_index"]]
+    return ImageTokens(config, {**own, **options}, token, lambda name: names[config[name]])
 
 
 def _load_processor(folder: Path | None, own: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
