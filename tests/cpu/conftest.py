@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runtime.native import library as native_library
 from engine.runtime.native.build import Isa, machine_isas
 from engine.runtime.native.library import Library, choose_kernels, native
 from engine.sources.model_source import find_model
 from tests.cpu.native_linears import ISAS
-from tests.cpu.tile_model import tile_model
+from tests.cpu.tile_model import tiles_in_use
 
 
 @pytest.fixture(scope="session")
@@ -43,18 +43,15 @@ def _goes_past_tiles(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     """The native library on one instruction set after the other, on one thread where a test does not ask for more."""
-    if request.param is Isa.AMX and Isa.AMX not in machine_isas():
-        monkeypatch.setitem(native_library._loaded, (Isa.AMX, False), tile_model())
-        monkeypatch.setattr(native_library, "_chosen", ("amx", False))
-    else:
+    if request.param is not Isa.AMX:
         choose_kernels(request.param.name.lower() if machine_isas() else "auto")
-    loaded = native()
-    if loaded is None:
-        pytest.skip("no native library and no C compiler")
-    num_threads = loaded.num_threads
-    loaded.use_threads(1)
-    yield loaded
-    loaded.use_threads(num_threads)
+    with tiles_in_use() if request.param is Isa.AMX else nullcontext(native()) as loaded:
+        if loaded is None:
+            pytest.skip("no native library and no C compiler")
+        num_threads = loaded.num_threads
+        loaded.use_threads(1)
+        yield loaded
+        loaded.use_threads(num_threads)
     choose_kernels("auto")

@@ -6,6 +6,7 @@ bfloat16 rounds every result to three digits, so a last bit that depends on the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,6 @@ from engine.runtime.execution.plain_steps import PlainStep, PlainSteps
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
-from engine.runtime.native import library as native_library
 from engine.runtime.native.build import Isa
 from engine.runtime.native.library import Library, native
 from engine.settings.engine_config import EngineConfig
@@ -31,7 +31,7 @@ from engine.sources.model_source import find_model
 from engine.text.tokenizer_files import load_tokenizer
 from tests.cpu.model_driver import Served, make_runner, request, serve, settings
 from tests.cpu.native_linears import packed
-from tests.cpu.tile_model import tile_model
+from tests.cpu.tile_model import tiles_in_use
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,16 +49,13 @@ CURIOUS = (0, 1, 15, 16, 127, 128, 129, 255, 256, 257, 500, 511, 512, 699)
 
 @pytest.fixture(scope="module", params=["best", "tiles"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[Library]:
-    """The library as it is chosen here, and that with a model of tiles."""
+    """The library as it is chosen here, and AMX's."""
     library = native()
     if library is None:
         pytest.skip("no native library and no C compiler")
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "tiles":
-            library = tile_model()
-            patch.setitem(native_library._loaded, (Isa.AMX, False), library)
-            patch.setattr(native_library, "_chosen", ("amx", False))
-        yield library
+    with tiles_in_use() if request.param == "tiles" else nullcontext(library) as kernels:
+        assert native() is kernels
+        yield kernels
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +137,7 @@ def noting(computed: list[StepPlan]) -> Callable[[PlainSteps, StepPlan, Rows], P
 
 @pytest.fixture(scope="module")
 def model(kernels: Library, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    """The default model, or a small one for the model of tiles, which is slow."""
+    """The default model, or a small one for tiles, whose model is slow."""
     config = EngineConfig(model=str(find_model(None).path))
     if kernels.isa is Isa.AMX:
         folder = tmp_path_factory.mktemp("small")

@@ -18,14 +18,19 @@ from engine.core.errors import ConfigError
 from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.execution.device import load_kernels
 from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.load import load_model
 from engine.runtime.native import build, library, tiles
 from engine.runtime.native.build import Isa, best_isa, machine_isas
 from engine.runtime.native.library import DTYPES, GemmArgs, Library, LinearArgs, WeightFormat, choose_kernels, native
 from engine.runtime.native.ops import FLOAT_FORMATS
 from engine.runtime.native.tiles import random_weights, sum_as_tiles
+from engine.settings.engine_config import EngineConfig
 from engine.system.host_limits import processor_name
+from tests.cpu import test_models_families as families
 from tests.cpu.native_linears import packed
-from tests.cpu.tile_model import tile_model, trapped_tiles
+from tests.cpu.test_native_decoder import run
+from tests.cpu.tile_model import tile_model, tiles_in_use, trapped_tiles
 
 LEAST = 2.0**-126  # the least normal float32; what is smaller is 0 on tiles
 
@@ -67,11 +72,8 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     """The code that a machine with tiles runs: on one, or with a handler of the traps that its instructions are elsewhere."""
     if Isa.AMX in machine_isas():
-        choose_kernels("amx")
-        found = native()
-        choose_kernels("auto")
-        assert found is not None
-        yield found
+        with tiles_in_use() as found:
+            yield found
     else:
         found, traps = trapped_tiles(tmp_path_factory.mktemp("traps"))
         yield found
@@ -135,6 +137,27 @@ def test_the_machine_attends_as_the_model_does(both: tuple[Library, Library], he
         kernels.use_threads(1)
     assert outputs[0].isfinite().all()
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "deepseek_v3", "gpt-oss", "qwen2-moe"])
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_the_machine_steps_as_the_model_does(
+    both: tuple[Library, Library], name: str, quantization: str, tmp_path: Path
+) -> None:
+    """Whole steps of prompts and decoding on several threads, what they leave in the pool, and the head."""
+    families.save_tiny(families.CASES[name], tmp_path)
+    config, results = EngineConfig(model=str(tmp_path), quantization=quantization), []
+    for kernels in both:
+        with tiles_in_use(kernels):
+            kernels.use_threads(3)
+            model = load_model(config, torch.device("cpu"), torch.bfloat16, lambda _: None)
+            assert isinstance(model, Decoder)
+            assert model._native is not None
+            steps = run(model, in_one_call=True, rows=None)
+            results.append([*steps, model.logits(steps[0])])
+            kernels.use_threads(1)
+    assert results[0][-1].isfinite().all()
+    assert all(map(torch.equal, *results))
 
 
 @pytest.fixture

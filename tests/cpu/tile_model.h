@@ -9,6 +9,7 @@ static void tile_configure(const struct tile_shapes *shapes) {
     for (int i = 0; i < 16; i++)
         if (shapes->rows[i] > (i < NUM_TILES ? TILE_ROWS : 0) || shapes->bytes[i] > TILE_BYTES || !shapes->rows[i] != !shapes->bytes[i])
             __builtin_trap();
+        else if (shapes->bytes[i] % 4) __builtin_trap(); /* here; the machine where the tile is used */
     tile_now = *shapes;
     memset(tile_data, 0, sizeof tile_data);
 }

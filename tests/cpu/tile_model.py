@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.native import build
+from engine.runtime.native import build, library
 from engine.runtime.native.build import Isa
 from engine.runtime.native.library import Library
 
@@ -42,6 +42,20 @@ def tile_model() -> Library:
     with known_to_build():
         [path] = build.compile_libraries(compiler, [_NAME])
     return Library(str(path), Isa.AMX)
+
+
+@contextmanager
+def tiles_in_use(kernels: Library | None = None) -> Iterator[Library]:
+    """Have all code take AMX's kernels: those given, else the machine's, else on one without tiles the model's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kernels is not None or Isa.AMX not in build.machine_isas():
+            patch.setitem(library._loaded, (Isa.AMX, False), kernels or tile_model())
+        patch.setattr(library, "_chosen", ("amx", False))
+        library.native.cache_clear()
+        found = library.native()
+        assert found is not None
+        yield found
+    library.native.cache_clear()
 
 
 def trapped_tiles(folder: Path) -> tuple[Library, ctypes.CDLL]:
