@@ -210,6 +210,7 @@ def _make_app(
             adapters=[module.name for module in plan.engine.lora_modules],
             is_kept=plan.is_kept,
             memory=plan.memory if arbiter else Memory(),
+            takes_images=plan.model.takes_images,
             begun=load if isinstance(load, Future) else None,
         )
         served.append((entry, None if isinstance(load, Future) else load))

@@ -167,4 +167,4 @@ def _own_facts(config: EngineConfig, model: HFConfig) -> ModelFacts:
     own = read_config(model.values, model.source)
     if config.kv_cache_dtype == "fp8" and any(layer.heads.latent is not None for layer in own.layers):
         raise narrow_latents(config.kv_cache_dtype)
-    return ModelFacts(True, own, model.values.get("text_of") in TOWERS)
+    return ModelFacts(True, own, config.image_cache_memory > 0 and model.values.get("text_of") in TOWERS)

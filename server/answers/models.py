@@ -106,6 +106,7 @@ class Entry:
     adapters: Sequence[str] = ()  # of the start
     is_kept: bool = True
     memory: Memory = Memory()  # noqa: RUF009 - immutable
+    takes_images: bool = False  # as its files say; a loaded one knows
     parts: ModelParts | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     load_s: float = 0.0  # that the last load took

@@ -110,6 +110,7 @@ router = APIRouter()
 def _card(entry: Entry, owner: str, name: str) -> ModelCard:
     """Return the description of a served name, the model's or an adapter's; only the operator sees its path."""
     parts, is_adapter = entry.parts, name not in entry.config.served_model_names
+    takes_images = entry.takes_images if parts is None else parts.model.images is not None
     loaded = None if parts is None else parts.engine.adapters.get(name)
     path = name if is_adapter else entry.config.model
     if loaded is not None:
@@ -122,7 +123,7 @@ def _card(entry: Entry, owner: str, name: str) -> ModelCard:
         root=path if owner == DEFAULT else name,
         parent=entry.name if is_adapter else None,
         max_model_len=None if parts is None else parts.model.limits.max_model_len,
-        input_modalities=["text"] if parts is None or parts.model.images is None else ["text", "image"],
+        input_modalities=["text", "image"] if takes_images else ["text"],
         status=_status(entry),
     )
 

@@ -175,6 +175,21 @@ def test_a_failed_load_is_that_models_own(monkeypatch: pytest.MonkeyPatch) -> No
         assert text(world.ask("c")) == "hi"
 
 
+def test_the_list_says_what_a_model_takes_before_it_is_loaded() -> None:
+    """The page offers pictures by it; what a loaded one lacks, as an image processor, is then known."""
+    world = World()
+    for entry in world.models.entries:
+        entry.takes_images = entry.name == "b"
+
+    def taken() -> list[bool]:
+        return ["image" in card["input_modalities"] for card in world.client.get("/v1/models").json()["data"]]
+
+    with world.serving():
+        assert taken() == [False, True, False]
+        assert text(world.ask("b")) == "hi"
+        assert taken() == [False] * 3
+
+
 def test_a_load_that_all_have_left_is_given_up() -> None:
     world = World(keep=("a",))
     world.opened.clear()
