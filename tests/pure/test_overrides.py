@@ -75,3 +75,22 @@ def test_objects_are_merged_and_other_values_replaced() -> None:
 def test_a_rope_of_another_form_is_refused(config: dict[str, Any], given: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         values(config, rope_scaling=given)
+
+
+@pytest.mark.parametrize(
+    ("source", "is_reranker"),
+    [
+        ("/models/Qwen3-Reranker-0.6B/config.json", True),
+        ("Qwen/Qwen3-Reranker-0.6B/config.json", True),
+        ("/cache/hub/models--Qwen--Qwen3-Reranker-4B/snapshots/0123/config.json", True),
+        ("/models/qwen3-reranker-0.6b-q8_0.gguf", True),
+        ("/home/ann/qwen3-reranker-service/models/Qwen3-0.6B/config.json", False),
+        ("/models/Qwen3-Embedding-0.6B/config.json", False),
+    ],
+)
+def test_a_name_makes_a_causal_model_a_reranker(source: str, is_reranker: bool) -> None:
+    """The model's own name: a folder somewhere above is another's. One that is a classifier already stays as it is."""
+    causal = OLD | {"architectures": ["Qwen3ForCausalLM"]}
+    assert ("classifier_from_token" in override(HFConfig(causal, source), None).values) is is_reranker
+    ready = OLD | {"architectures": ["Qwen3ForSequenceClassification"]}
+    assert override(HFConfig(ready, source), None).values == ready

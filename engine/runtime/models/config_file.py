@@ -197,12 +197,19 @@ _STRETCHING = ("yarn", "linear")  # kinds of rope that multiply the length a mod
 _LENGTH, _TRAINED = "max_position_embeddings", "original_max_position_embeddings"
 
 
+def _is_reranker(source: str) -> bool:
+    """Return whether the name of a file, its folder or its repository in the hub's cache is Qwen3-Reranker's."""
+    parts = Path(source).parts
+    names = [*parts[-2:], *(part for part in parts if part.startswith("models--"))]
+    return any("qwen3-reranker" in name.lower() for name in names)
+
+
 def override(config: HFConfig, overrides: Mapping[str, Any] | None) -> HFConfig:
     """Return a config with other values for some keys; those of an object that it has are merged. Raises ConfigError.
 
-    A model that is called Qwen3-Reranker is one: its config.json is a causal model's.
+    A causal model that is called Qwen3-Reranker is one: its config.json does not say so.
     """
-    if "qwen3-reranker" in config.source.lower() and config.values.get("model_type") == "qwen3":
+    if config.values.get("model_type") == "qwen3" and not is_classifier(config.values) and _is_reranker(config.source):
         overrides = {**_QWEN3_RERANKER, **(overrides or {})}
     if not overrides:
         return config
