@@ -748,6 +748,19 @@ def test_qwen3s_reranker_is_read_from_gguf(tmp_path: Path) -> None:
         assert output.outputs.score == pytest.approx(float((logits[31] - logits[30]).sigmoid()), abs=1e-4)
 
 
+def test_qwen3s_embedder_is_read_from_gguf(tmp_path: Path) -> None:
+    """The last token's state, whatever head its file has."""
+    model = save(tmp_path, CLASSIFIERS["qwen3"], "ForCausalLM", tie_word_embeddings=True)
+    tensors = convert(model, "qwen3", {})
+    file = write_decoder(tmp_path / "m.gguf", "qwen3", model.config, tensors, pooling_type=3)
+    with LLM(str(file), tokenizer=str(tmp_path), dtype="float32", **ENGINE) as llm:
+        for ids, vector in zip(PROMPTS, numbers(llm.embed(given(PROMPTS), progress=False)), strict=True):
+            expected = torch.nn.functional.normalize(states(model.model, ids)[-1], dim=0)
+            assert vector == pytest.approx(expected.tolist(), abs=1e-4)
+        with pytest.raises(HeadlessModelError):
+            llm.generate("w5")
+
+
 def test_embedding_gemma_is_read_from_gguf(tmp_path: Path) -> None:
     """With both of its dense modules."""
     model = save(tmp_path, KINDS["gemma3"], query_pre_attn_scalar=32)

@@ -47,8 +47,9 @@ def vectors(answer: dict[str, Any]) -> list[list[float]]:
         ([104, 105], ["hi"]),
         ([[104, 105], [33]], ["hi", "!"]),
         (["x" * 400, "y" * 512], ["x" * 400, "y" * 512]),  # more than a step holds
+        (["hi", [33], "hi"], ["hi", "!", "hi"]),
     ],
-    ids=["text", "texts", "ids", "lists", "long"],
+    ids=["text", "texts", "ids", "lists", "long", "mixed"],
 )
 def test_embeddings_of_all_that_input_may_be(post: Post, given: Any, texts: list[str]) -> None:
     answer = post("/v1/embeddings", input=given, model="parrot")
