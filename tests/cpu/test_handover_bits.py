@@ -76,13 +76,20 @@ def daemon(model: Path, transport: HandoverConfig, dtype: str, kv_dtype: str) ->
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "over_tcp"),
-    [("float32", "auto", True), ("bfloat16", "auto", False), ("float32", "int8", True)],
+    ("kind", "dtype", "kv_dtype", "over_tcp"),
+    [
+        ("llama", "float32", "auto", True),
+        ("llama", "bfloat16", "auto", False),
+        ("llama", "float32", "int8", True),
+        ("qwen3_5", "bfloat16", "auto", True),
+        ("lfm2", "bfloat16", "auto", False),
+    ],
 )
 def test_answers_after_a_hand_over_have_the_bits_of_one_engine(
-    tmp_path: Path, dtype: str, kv_dtype: str, over_tcp: bool
+    tmp_path: Path, kind: str, dtype: str, kv_dtype: str, over_tcp: bool
 ) -> None:
-    model, folder = tiny(tmp_path), tmp_path / "parcels"
+    """Recurrent state comes with K/V."""
+    model, folder = tiny(tmp_path, kind), tmp_path / "parcels"
     near = HandoverConfig(folder=folder)
     listening = HandoverConfig(folder=folder, listen=Peer("127.0.0.1", 0), key="k")
     asked = [request(str(name), prompt, max_tokens=8, logprobs=3) for name, prompt in enumerate(PROMPTS)]

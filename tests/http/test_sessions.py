@@ -91,9 +91,11 @@ def test_the_simulator_foresees_what_sessions_reuse(
     server = serve(config=settings)
     port = int(server.url.rpartition(":")[2])
     asyncio.run(drive(Server("quire", port, PeerAsking("parrot", "chat")), sessions, 4, turns.append))
-    found = sum(each.cached for each in turns)
+    found, reuse = sum(each.cached for each in turns), count(turns)
     # States fill the small pool: in some runs the order in which four clients ask evicts one turn's prefix.
-    assert found > (0.85 if kind is STATE and num_blocks == 250 else 0.95) * count(turns).reusable
+    least = (0.85 if num_blocks == 250 else 0.95) if kind is STATE else 0.98
+    assert found >= least * reuse.reusable
+    assert sorted(reuse.recomputed)[9 * len(turns) // 10] <= 64
     assert num_foreseen(turns, settings) == pytest.approx(found, rel=0.1)
     tight = replace(settings, num_blocks=150, num_host_blocks=100)
     assert kind is not STATE or num_foreseen(turns, tight) < 0.7 * found
