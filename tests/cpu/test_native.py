@@ -6,6 +6,7 @@ import ctypes
 import gc
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -313,52 +314,41 @@ def test_rotate_heads(library: Library, is_normed: bool, head_dim: int, rope_dim
     torch.testing.assert_close(qk.double(), expected, rtol=rounding, atol=rounding if is_normed else 1e-6)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 18])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (15, 40), (70, 576), (130, 64)])
-@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_linear(
-    library: Library, dtype: torch.dtype, has_bias: bool, outputs: int, inputs: int, num_rows: int
-) -> None:
-    torch.manual_seed(0)
-    weight, x = (torch.randn(n, inputs).to(dtype) for n in (outputs, num_rows))
-    bias = torch.randn(outputs).to(dtype) if has_bias else None
-    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    linear = packed(library, weight, bias)
-    torch.testing.assert_close(linear(x).double(), expected, rtol=ONE_ROUNDING[dtype], atol=1e-4)
-    unrounded = linear(x, torch.float32)
-    assert unrounded.dtype is torch.float32
-    torch.testing.assert_close(unrounded.double(), expected, rtol=ONE_ROUNDING[torch.float32], atol=1e-4)
+def test_packed_linear(library: Library, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    for has_bias, num_rows in product((False, True), (1, 3, 18)):
+        torch.manual_seed(0)
+        weight, x = (torch.randn(n, inputs).to(dtype) for n in (outputs, num_rows))
+        bias = torch.randn(outputs).to(dtype) if has_bias else None
+        expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        linear = packed(library, weight, bias)
+        torch.testing.assert_close(linear(x).double(), expected, rtol=ONE_ROUNDING[dtype], atol=1e-4)
+        unrounded = linear(x, torch.float32)
+        assert unrounded.dtype is torch.float32
+        torch.testing.assert_close(unrounded.double(), expected, rtol=ONE_ROUNDING[torch.float32], atol=1e-4)
 
 
-@pytest.mark.parametrize("num_rows", [1, 13])
 @pytest.mark.parametrize(("width", "inputs"), [(1, 2), (16, 40), (70, 64)])
-@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("code", "activation"), ACTIVATIONS)
 def test_gates_and_ups(
-    library: Library,
-    code: int,
-    activation: Callable[[Tensor], Tensor],
-    dtype: torch.dtype,
-    has_bias: bool,
-    width: int,
-    inputs: int,
-    num_rows: int,
+    library: Library, code: int, activation: Callable[[Tensor], Tensor], dtype: torch.dtype, width: int, inputs: int
 ) -> None:
-    torch.manual_seed(0)
-    weight, x = (torch.randn(n, inputs).to(dtype) for n in (2 * width, num_rows))
-    x[-1] *= 20  # an activation's flat ends
-    bias = torch.randn(2 * width).to(dtype) if has_bias else None
-    sums = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    linear = packed(library, weight, bias, code)
-    if code > 3:  # without gates
-        expected = activation(sums)
-    else:
-        gates, ups = sums.chunk(2, dim=1)
-        expected = activation(gates) * ups
-    error = 2e-6 * expected.abs().max().item()
-    torch.testing.assert_close(linear(x).double(), expected, rtol=ONE_ROUNDING[dtype], atol=error)
+    for has_bias, num_rows in product((False, True), (1, 13)):
+        torch.manual_seed(0)
+        weight, x = (torch.randn(n, inputs).to(dtype) for n in (2 * width, num_rows))
+        x[-1] *= 20  # an activation's flat ends
+        bias = torch.randn(2 * width).to(dtype) if has_bias else None
+        sums = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        linear = packed(library, weight, bias, code)
+        if code > 3:  # without gates
+            expected = activation(sums)
+        else:
+            gates, ups = sums.chunk(2, dim=1)
+            expected = activation(gates) * ups
+        error = 2e-6 * expected.abs().max().item()
+        torch.testing.assert_close(linear(x).double(), expected, rtol=ONE_ROUNDING[dtype], atol=error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -86,10 +86,11 @@ def run(
     return [hidden, out, *cache.blocks]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", NAMES + MOE_NAMES + LATENT_NAMES)
 def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path: Path) -> None:
     library.use_threads(2)
-    families.save_tiny(CASES[name], tmp_path)
+    families.write_tiny(CASES[name], tmp_path)
     model = families.load(tmp_path)
     assert model._native is not None
     for rows in (None, torch.tensor([8, 9, 10, 15]), torch.tensor([0, 0, 0, 1, *[15] * 20])):  # n > 1 repeats a row
@@ -102,7 +103,7 @@ def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path:
 def test_rows_that_go_on_alone_have_the_bits_of_all(library: Library, name: str, tmp_path: Path) -> None:
     """Behind the last layer that keeps keys and values; a row may be of any slice, and stand twice."""
     library.use_threads(2)
-    families.save_tiny(CASES[name], tmp_path)
+    families.write_tiny(CASES[name], tmp_path)
     model = families.load(tmp_path)
     whole = run(model, in_one_call=True, rows=None)[0]
     for rows in ([8, 9, 10, 15], [0, 3, 3, 15], [13, 2], [9]):

@@ -19,7 +19,7 @@ from engine.runtime.native.library import Library
 from engine.runtime.pool.kv_cache import KVCache
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.model_driver import state_blocks
-from tests.cpu.test_models_families import CASES, GRANITE_MOE, LFM2, MAMBA, QWEN3_5, Case, save_tiny
+from tests.cpu.test_models_families import CASES, GRANITE_MOE, LFM2, MAMBA, QWEN3_5, Case, write_tiny
 
 CPU = torch.device("cpu")
 BLOCK, ROWS, SLOTS, LENGTH, MAX_DRAFTS = 16, 3, 8, 200, 4
@@ -107,7 +107,7 @@ def whole(model: Decoder, num: int, *, is_native: bool = True) -> tuple[Tensor, 
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: tmp_path_factory.mktemp(name) for name in SHAPES}
     for name, folder in made.items():
-        save_tiny(SHAPES[name], folder)
+        write_tiny(SHAPES[name], folder)
     return made
 
 
@@ -124,6 +124,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, state_dtype: str = "f
     return model
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(("state_dtype", "error"), [("float32", 1e-4), ("bfloat16", 2e-2)])
 def test_it_is_its_definition(library: Library, shape: Path, state_dtype: str, error: float) -> None:
     model = load(shape, state_dtype=state_dtype)
@@ -145,7 +146,7 @@ def test_states_are_rounded_to_the_nearest(library: Library, shape: Path) -> Non
 @pytest.mark.parametrize("name", ["qwen3_5", "granitemoehybrid-mamba", "lfm2"])
 def test_definitions_bring_up_what_a_step_with_replays_reads(name: str, tmp_path: Path) -> None:
     """The slot that it reads becomes a snapshot of the position where it begins."""
-    save_tiny(CASES[name], tmp_path)
+    write_tiny(CASES[name], tmp_path)
     model = load_model(EngineConfig(model=str(tmp_path)), CPU, torch.float32, lambda progress: None)
     assert isinstance(model, Decoder)
     steps = Steps(model, is_native=False)
@@ -158,6 +159,7 @@ def test_definitions_bring_up_what_a_step_with_replays_reads(name: str, tmp_path
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4, equal_nan=True)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"),
     [
@@ -192,6 +194,7 @@ def test_no_cut_shows(library: Library, shape: Path, dtype: torch.dtype, state_d
         assert steps.state(slots[0]) == state
 
 
+@pytest.mark.in_turns
 def test_replays_of_drafts_leave_no_trace(library: Library, shape: Path) -> None:
     """Each step takes in those that were right, also into the slot that it reads; wrong ones change nothing."""
     model, num_kept_apart = load(shape), 0

@@ -183,6 +183,7 @@ def rows(name: str, num_rows: int = 64) -> Tensor:
     return torch.randn(num_rows, HIDDEN).to(torch.bfloat16 if name == "bfloat16" else torch.float32)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_row_format_with_a_shared_expert(library: Library, name: str) -> None:
     model = make_model(library, name, "qwen2", has_shared=True)
