@@ -32,7 +32,7 @@ from engine.runtime.speculation.text_drafter import TextDrafter
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.model_driver import CPU, TinyModel, make_runner, request, serve, settings, state_blocks
 from tests.cpu.test_constraint import END, StepGrammar
-from tests.cpu.test_models_families import Case, save_tiny
+from tests.cpu.test_models_families import Case, write_tiny
 from tests.fake_device import CUDA, FakeDevice, Graph, fake_device
 from tests.fake_order import OrderError
 
@@ -118,7 +118,7 @@ def tiny_granite() -> TemporaryDirectory[str]:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     layers = {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4, "mamba_d_state": 8}
     experts = {"num_local_experts": 0, "shared_intermediate_size": 16}
-    save_tiny(Case("GraniteMoeHybridConfig", sizes | layers | experts), Path(folder.name))
+    write_tiny(Case("GraniteMoeHybridConfig", sizes | layers | experts), Path(folder.name))
     return folder
 
 

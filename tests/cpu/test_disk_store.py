@@ -29,7 +29,7 @@ from engine.runtime.stores.tier import Tier
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.model_driver import request
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, write_tiny
 from tests.patience import PATIENCE_S
 
 BLOCK_BYTES, NUM_SLOTS = 5000, 6
@@ -44,7 +44,7 @@ def content(name: int) -> bytes:
 
 
 def tiny(folder: Path, kind: str = "llama") -> Path:
-    save_tiny(CASES[kind], folder / "model")
+    write_tiny(CASES[kind], folder / "model")
     return folder / "model"
 
 

@@ -102,7 +102,7 @@ PLAIN = {"gemma2": CAPPED, "gemma3n": CAPPED, "granite": {"logits_scaling": 50.0
 def test_a_plain_step_draws_what_other_steps_draw(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call of the library, an operation after the other, and both in turn."""
     case = own.CASES[name]
-    own.save_tiny(own.Case(case.config, case.settings | PLAIN[name]), tmp_path)
+    own.write_tiny(own.Case(case.config, case.settings | PLAIN[name]), tmp_path)
     model = own.load(tmp_path)
     size = state_blocks(model, 4)
     config = settings(num_blocks=15 + 2 * size, max_model_len=60, max_num_batched_tokens=11, state_blocks=size)

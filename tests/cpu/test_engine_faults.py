@@ -14,7 +14,7 @@ from engine.core.types import FinishReason, Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, write_tiny
 from tests.integrity import check_scheduler
 from tests.patience import PATIENCE_S
 
@@ -103,7 +103,7 @@ def answers(engine: Engine) -> dict[tuple[str, int], tuple[list[int], FinishReas
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_that_are_taken_back_change_no_answer(depth: bool, seed: int, tmp_path: Path) -> None:
-    save_tiny(CASES["qwen3"], tmp_path)
+    write_tiny(CASES["qwen3"], tmp_path)
     config = EngineConfig(
         model=str(tmp_path),
         device="cpu",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.runtime.schemes import linear
 from engine.runtime.schemes.linear import Dense, Linear
-from tests.cpu.test_models_families import CASES, load, save_tiny
+from tests.cpu.test_models_families import CASES, load, write_tiny
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_sums_are_not_rounded_to_the_weights_type(products: list[str], has_bias:
 
 
 def test_a_model_leaves_its_logits_where_it_is_told(tmp_path: Path) -> None:
-    save_tiny(CASES["granite"], tmp_path)  # whose logits are divided afterwards
+    write_tiny(CASES["granite"], tmp_path)  # whose logits are divided afterwards
     model = load(tmp_path)
     hidden, out = torch.randn(3, model.config.hidden_size), torch.empty(3, model.vocab_size)
     assert model.logits(hidden, out) is out

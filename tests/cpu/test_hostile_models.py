@@ -27,7 +27,7 @@ from engine.text.generation_config import read_sampling
 from engine.text.tokenizer_files import load_tokenizer
 from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.served_models import save_servable, save_tokenizer
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, save_tiny, write_tiny
 from tests.cpu.test_models_families import load as load_native
 from tests.cpu.test_models_transformers import CASES as ADAPTED
 from tests.cpu.test_weights_gguf import ARCHITECTURES, convert, write
@@ -124,7 +124,7 @@ def outcome(attempt: Callable[[], object]) -> str:
 
 def refusal(name: str, change: dict[str, Any], folder: Path, **settings: Any) -> str:
     """The sentence with which a tiny model is refused whose config is changed."""
-    save_tiny((ADAPTED | CASES)[name], folder)
+    write_tiny((ADAPTED | CASES)[name], folder)
     changed(json.loads((folder / "config.json").read_text()) | change, folder)
     config = EngineConfig(model=str(folder), **settings)
     return outcome(lambda: (check_model(config), load_model(config, CPU, torch.float32, lambda progress: None)))
@@ -146,7 +146,7 @@ def test_any_value_of_a_config_loads_or_is_refused(tmp_path: Path) -> None:
     for name in (*names, "gemma3n"):
         folder = tmp_path / name
         folder.mkdir()
-        save_tiny(CASES[name], folder)
+        write_tiny(CASES[name], folder)
         values = json.loads((folder / "config.json").read_text())
         known: set[str] = set()
         assert loads_alike(folder, known)
@@ -161,7 +161,7 @@ def test_any_value_of_a_config_loads_or_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
 def test_any_rope_loads_or_is_refused(rope: dict[str, Any], tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path)
+    write_tiny(CASES["llama"], tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     loads(changed(values | {"rope_parameters": rope}, tmp_path))
     without = {key: value for key, value in values.items() if key != "rope_parameters"}
@@ -170,7 +170,7 @@ def test_any_rope_loads_or_is_refused(rope: dict[str, Any], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["gpt2", "starcoder2"])
 def test_any_value_for_transformers_loads_or_is_refused(name: str, tmp_path: Path) -> None:
-    save_tiny(ADAPTED[name], tmp_path)
+    write_tiny(ADAPTED[name], tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     chooser = random.Random(5)
     sizes = [key for key, value in values.items() if type(value) in (int, float, str)]
@@ -237,7 +237,7 @@ def poison(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
 @pytest.mark.parametrize("impl", ["quire", "transformers"])
 def test_a_model_whose_first_pass_is_not_finite_does_not_become_ready(name: str, impl: str, tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path)
+    write_tiny(CASES["llama"], tmp_path)
     poison(tmp_path, name)
     config = EngineConfig(model=str(tmp_path), model_impl=impl, kv_cache_memory_bytes=1 << 20, device="cpu")
     with pytest.raises(ModelLoadError, match="first forward pass gave numbers that are not finite"):
@@ -297,7 +297,7 @@ def lies(header: dict[str, Any], data: bytes) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("impl", ["quire", "transformers"])
 def test_a_safetensors_header_that_lies_is_refused(impl: str, tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path)
+    write_tiny(CASES["llama"], tmp_path)
     file = tmp_path / "model.safetensors"
     header, data = header_of(file.read_bytes())
     for content in lies(header, data):
@@ -306,7 +306,7 @@ def test_a_safetensors_header_that_lies_is_refused(impl: str, tmp_path: Path) ->
 
 
 def test_any_byte_of_a_safetensors_header_loads_or_is_refused(tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path)
+    write_tiny(CASES["llama"], tmp_path)
     file = tmp_path / "model.safetensors"
     content = file.read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
@@ -319,7 +319,7 @@ def test_any_byte_of_a_safetensors_header_loads_or_is_refused(tmp_path: Path) ->
 
 
 def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path)
+    write_tiny(CASES["llama"], tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
     assert not loads(tmp_path)
@@ -472,7 +472,7 @@ def test_any_tokenizer_is_read_or_refused(tmp_path: Path) -> None:
 
 
 def test_any_value_of_an_adapters_config_loads_or_is_refused(tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path / "m")
+    write_tiny(CASES["llama"], tmp_path / "m")
     model = load_native(tmp_path / "m")
     folder = save_adapter(model, tmp_path / "a")
     values = json.loads((folder / "adapter_config.json").read_text())
@@ -484,7 +484,7 @@ def test_any_value_of_an_adapters_config_loads_or_is_refused(tmp_path: Path) -> 
 
 
 def test_any_byte_of_an_adapters_header_loads_or_is_refused(tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path / "m")
+    write_tiny(CASES["llama"], tmp_path / "m")
     model = load_native(tmp_path / "m")
     file = save_adapter(model, tmp_path / "a") / "adapter_model.safetensors"
     content = file.read_bytes()

@@ -311,7 +311,7 @@ def test_text_is_the_same_alone_busy_chunked_preempted_swapped_and_drafted(tmp_p
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder = tmp_path_factory.mktemp("tiny")
-    families.save_tiny(families.CASES["llama"], folder)
+    families.write_tiny(families.CASES["llama"], folder)
     return families.load(folder)
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from engine.runtime.layers.model_config import MambaConfig
 from tests.cpu.dense_attention import DenseAttention
-from tests.cpu.test_models_families import CASES, load, save_tiny
+from tests.cpu.test_models_families import CASES, load, write_tiny
 
 Floats = NDArray[np.float64]
 
@@ -46,7 +46,7 @@ def oracle(x: Floats, tensors: dict[str, Floats], sizes: MambaConfig, eps: float
 
 @pytest.mark.parametrize("name", ["granitemoehybrid-mamba", "granitemoehybrid-mamba-dense"])
 def test_a_layer_is_the_recurrence_of_the_paper(name: str, tmp_path: Path) -> None:
-    save_tiny(CASES[name], tmp_path)
+    write_tiny(CASES[name], tmp_path)
     prefix, model = "model.layers.0.mamba.", load(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     tensors = {each.removeprefix(prefix): stored[each].astype(float) for each in stored if each.startswith(prefix)}

@@ -39,7 +39,7 @@ from engine.startup.model_check import check_model
 from tests.cpu.model_driver import Served, make_runner, request, serve, settings
 from tests.cpu.packers import fp8
 from tests.cpu.test_attention import empty_pools, make_batch, make_tables
-from tests.cpu.test_models_families import CASES, load, logits_of, save_tiny
+from tests.cpu.test_models_families import CASES, load, logits_of, write_tiny
 from tests.reference_attention import dense_attention
 
 CPU = torch.device("cpu")
@@ -316,7 +316,7 @@ def test_narrow_latents_are_accurate() -> None:
 
 def test_split_kv_b_is_the_same_model(tmp_path: Path) -> None:
     """GGUF files hold the part for keys transposed, and the part for values beside it."""
-    save_tiny(CASES["deepseek_v3"], tmp_path)
+    write_tiny(CASES["deepseek_v3"], tmp_path)
     ids = torch.randint(3, 128, (20,), generator=torch.Generator().manual_seed(1))
     expected = logits_of(load(tmp_path), ids, [20])
     file = tmp_path / "model.safetensors"
@@ -334,7 +334,7 @@ def test_split_kv_b_is_the_same_model(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder = tmp_path_factory.mktemp("deepseek")
-    save_tiny(CASES["deepseek_v3"], folder)
+    write_tiny(CASES["deepseek_v3"], folder)
     return load(folder, quantization="int8") if native() else load(folder)
 
 

@@ -23,7 +23,7 @@ from engine.runtime.schemes import linear
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import fetch
 from engine.system.host_limits import multiplies_bfloat16
-from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
+from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, write_tiny
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 23)
@@ -68,7 +68,7 @@ def test_overrides_compute_what_an_edited_config_computes(is_own: bool, tmp_path
     """In either spelling of rope, and in both implementations."""
     plain, edited = tmp_path / "plain", tmp_path / "edited"
     for folder in (plain, edited):
-        save_tiny(CASES["llama"], folder)
+        write_tiny(CASES["llama"], folder)
     values = json.loads((edited / "config.json").read_text())
     values.pop("rope_parameters", None)
     values.pop("rope_scaling", None)
@@ -148,7 +148,7 @@ def test_both_spellings_of_rope_are_read(old: dict[str, Any], new: dict[str, Any
 
 
 def test_unreadable_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path)
+    write_tiny(CASES["llama"], tmp_path)
     write_config(tmp_path, quantization_config={"quant_method": "hqq"})
     for impl in ("quire", "transformers"):
         with pytest.raises(ModelLoadError, match="quantization_config: the weights are quantized by 'hqq'"):
@@ -159,7 +159,7 @@ def test_unreadable_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_code_that_serves_a_model(tmp_path: Path) -> None:
-    save_tiny(CASES["llama"], tmp_path)
+    write_tiny(CASES["llama"], tmp_path)
     kinds = {}
     for impl in ("auto", "quire", "transformers"):
         config = EngineConfig(model=str(tmp_path), model_impl=impl)

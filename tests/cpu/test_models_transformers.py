@@ -14,7 +14,7 @@ from engine.runtime.models.transformers_adapter import TransformersModel
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import test_models_families as own
 from tests.cpu.dense_attention import DenseAttention
-from tests.cpu.test_models_families import Case, rope, save_tiny
+from tests.cpu.test_models_families import Case, rope, save_tiny, write_tiny
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -137,7 +137,7 @@ def test_refuses_attention_that_no_table_names(tmp_path: Path, monkeypatch: pyte
 def test_length_dependent_ropes_do_not_depend_on_batch_mates(tmp_path: Path) -> None:
     """transformers stretches them by the longest sequence of a batch; here --max-model-len alone decides."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    save_tiny(Case("LlamaConfig", rope("longrope", original_max_position_embeddings=16, **factors)), tmp_path)
+    write_tiny(Case("LlamaConfig", rope("longrope", original_max_position_embeddings=16, **factors)), tmp_path)
     ids = torch.arange(3, 33)
 
     def last(model: TransformersModel, chunks: list[int]) -> torch.Tensor:

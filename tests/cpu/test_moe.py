@@ -32,7 +32,7 @@ from engine.settings.engine_config import EngineConfig
 from engine.startup.model_check import check_model
 from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.model_driver import request, serve, settings
-from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
+from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny, write_tiny
 
 CPU = torch.device("cpu")
 WITH_EXPERTS = (
@@ -229,7 +229,7 @@ def test_stacks_of_transformers_are_read(name: str, tmp_path: Path) -> None:
     save_tiny(CASES[name], tmp_path).save_pretrained(tmp_path, save_original_format=False)  # type: ignore[operator]
     stacks = [key for key in load_file(tmp_path / "model.safetensors") if key.endswith("experts.down_proj")]
     fused = logits_of(load(tmp_path), IDS, [30])
-    save_tiny(CASES[name], tmp_path)
+    write_tiny(CASES[name], tmp_path)
     assert stacks
     assert torch.equal(fused, logits_of(load(tmp_path), IDS, [30]))
 
@@ -261,7 +261,7 @@ def test_packed_stacks_of_gpt_oss_are_cut_by_rows() -> None:
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
-    save_tiny(CASES["deepseek_v3"], tmp_path)
+    write_tiny(CASES["deepseek_v3"], tmp_path)
     expected = logits_of(load(tmp_path), IDS, [30])
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2"}))
@@ -270,7 +270,7 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
 
 
 def test_layers_that_predict_later_tokens_are_passed_over(tmp_path: Path) -> None:
-    save_tiny(CASES["glm4-moe"], tmp_path)
+    write_tiny(CASES["glm4-moe"], tmp_path)
     expected = logits_of(load(tmp_path), IDS, [30])
     tensors = load_file(tmp_path / "model.safetensors")
     later = {key.replace("layers.2.", "layers.3."): value for key, value in tensors.items() if "layers.2." in key}
@@ -320,7 +320,7 @@ def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
 
 
 def test_experts_are_quantised_as_other_matrices(tmp_path: Path) -> None:
-    save_tiny(CASES["qwen3-moe"], tmp_path)
+    write_tiny(CASES["qwen3-moe"], tmp_path)
     expected, found = (
         logits_of(load(tmp_path, quantization=scheme), IDS, [30]).log_softmax(-1) for scheme in ("none", "int8")
     )
@@ -331,7 +331,7 @@ def test_experts_are_quantised_as_other_matrices(tmp_path: Path) -> None:
 def test_the_start_says_which_matrix_leaves_experts_to_torch(tmp_path: Path) -> None:
     """Rows of odd length have no native product; the shared expert's are even."""
     case = CASES["qwen2-moe"]
-    save_tiny(replace(case, settings=case.settings | {"moe_intermediate_size": 25}), tmp_path)
+    write_tiny(replace(case, settings=case.settings | {"moe_intermediate_size": 25}), tmp_path)
     lines: list[str] = []
     for dtype in (torch.float32, torch.float16):
         config = EngineConfig(model=str(tmp_path))
@@ -340,13 +340,13 @@ def test_the_start_says_which_matrix_leaves_experts_to_torch(tmp_path: Path) -> 
         "the experts of 2 of 3 layers run in torch, which is slower; the native library does not compute model.layers."
     )
     assert lines == [first + "0.mlp.experts.0.down_proj in float32", first + "0.mlp.experts.0.gate_proj in float16"]
-    save_tiny(case, tmp_path)
+    write_tiny(case, tmp_path)
     load_model(EngineConfig(model=str(tmp_path)), CPU, torch.float32, lambda p: lines.append(p.detail))
     assert "run in torch" not in lines[-1]
 
 
 def test_random_weights_and_sizes_count_experts(tmp_path: Path) -> None:
-    save_tiny(CASES["qwen2-moe"], tmp_path)
+    write_tiny(CASES["qwen2-moe"], tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     config = read_config(values, "config.json")
     tensors = load_file(tmp_path / "model.safetensors")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.cpu import packers
-from tests.cpu.test_models_families import CASES, Case, load, logits_of, save_tiny
+from tests.cpu.test_models_families import CASES, Case, load, logits_of, save_tiny, write_tiny
 
 IDS = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(1))
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "layer_types": None}
@@ -123,7 +123,7 @@ def save_packed(name: str, packed_folder: Path, plain_folder: Path) -> None:
     """Save a mixture whose experts are packed one by one, or a model with all projections packed; and the same dequantised."""
     case, packing = (PACKED | WHOLE)[name]
     for folder in (packed_folder, plain_folder):
-        save_tiny(case, folder)
+        write_tiny(case, folder)
     plain, packed, rng = load_file(plain_folder / "model.safetensors"), {}, np.random.default_rng(0)
     for key, tensor in sorted(plain.items()):
         is_expert = "expert" in key and tensor.shape[0] > 1 and not key.endswith(("bias", "scale"))

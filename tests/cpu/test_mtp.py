@@ -370,7 +370,7 @@ def test_a_gguf_file_holds_the_same_head(name: str, tmp_path: Path) -> None:
 
 
 def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
-    families.save_tiny(families.CASES["llama"], tmp_path)
+    families.write_tiny(families.CASES["llama"], tmp_path)
     asked = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 2}}
     with pytest.raises(ConfigError, match=r"--speculative-config: .* counts no MTP layers, .*ngram or draft_model\.$"):
         check_model(EngineConfig(model=str(tmp_path), **asked))  # type: ignore[arg-type]

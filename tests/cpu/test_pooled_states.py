@@ -17,7 +17,7 @@ from engine.runtime.native.library import native
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import CPU, TinyModel, request, serve, settings
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, write_tiny
 
 MODEL = TinyModel()
 KINDS = (Pooling.LAST, Pooling.MEAN)
@@ -83,7 +83,7 @@ def test_no_schedule_shows(name: str, dtype: torch.dtype, tmp_path: Path) -> Non
     """
     if native() is None:
         pytest.skip("no native library and no C compiler")
-    save_tiny(CASES[name], tmp_path)
+    write_tiny(CASES[name], tmp_path)
     model = load_model(EngineConfig(model=str(tmp_path)), CPU, dtype, lambda progress: None)
     alone, _ = vectors(model, {}, others=0)
     for regime in REGIMES:

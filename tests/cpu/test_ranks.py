@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cpu import ranks
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, save_tiny, write_tiny
 from tests.forked import CONTEXT
 from tests.patience import PATIENCE_S
 
@@ -35,7 +35,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Any]]:
     for name in ("2", "4"):
         (folder / name).mkdir()
     for name in NAMES:
-        save_tiny(CASES[name], folder / name)
+        write_tiny(CASES[name], folder / name)
     for name in ROUNDED:
         save_tiny(CASES[name], folder / f"{name}-rounded").bfloat16().float().save_pretrained(
             folder / f"{name}-rounded"

@@ -18,7 +18,7 @@ from engine.runtime.models.load import choose_scheme
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.linear import Bundle, Circumstances, Scheme
 from engine.runtime.weights.stored.formats import Storage
-from tests.cpu.test_models_families import CASES, load, logits_of, save_tiny
+from tests.cpu.test_models_families import CASES, load, logits_of, write_tiny
 
 IDS = torch.arange(3, 23)
 
@@ -59,7 +59,7 @@ def scale(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "phi3"])
 def test_a_scheme_is_one_class_and_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny(CASES[name], tmp_path)
+    write_tiny(CASES[name], tmp_path)
     expected = logits_of(load(tmp_path), IDS, [20])
     stored = scale(tmp_path)
     save_file(stored, tmp_path / "model.safetensors")

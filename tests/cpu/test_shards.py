@@ -19,7 +19,7 @@ from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
-from tests.cpu.test_models_families import QWEN3_5, Case, save_tiny
+from tests.cpu.test_models_families import QWEN3_5, Case, save_tiny, write_tiny
 from tests.cpu.test_moe_stored import save_gpt_oss, save_packed
 from tests.cpu.test_quant import quantise
 from tests.cpu.test_stored import CASES as PACKINGS
@@ -142,7 +142,7 @@ def test_experts_whose_blocks_are_cut_are_refused(tmp_path: Path) -> None:
 
 
 def test_random_weights(tmp_path: Path) -> None:
-    save_tiny(Case("LlamaConfig"), tmp_path)
+    write_tiny(Case("LlamaConfig"), tmp_path)
     parts_are_the_whole(tmp_path, load_format="dummy")
 
 
@@ -151,7 +151,7 @@ def test_a_rank_reads_its_slices_only(tmp_path: Path) -> None:
     if not counts.exists():
         pytest.skip("the system does not count what is read")
     settings = {"hidden_size": 512, "intermediate_size": 4096, "vocab_size": 4096, "num_hidden_layers": 2}
-    save_tiny(Case("LlamaConfig", settings), tmp_path)
+    write_tiny(Case("LlamaConfig", settings), tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
 
     def read(group: Group) -> int:
@@ -198,13 +198,13 @@ def test_a_rank_reads_its_slices_only(tmp_path: Path) -> None:
 def test_what_cannot_be_divided_is_said(
     case: Case, size: int, settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    save_tiny(case, tmp_path)
+    write_tiny(case, tmp_path)
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size is {size}, .*{reason}"):
         load(tmp_path, Rank(0, size), **settings)
 
 
 def test_heads_that_draft_need_a_whole_target(tmp_path: Path) -> None:
-    save_tiny(Case("LlamaConfig"), tmp_path)
+    write_tiny(Case("LlamaConfig"), tmp_path)
     config, device = EngineConfig(model=str(tmp_path), dtype="float32"), torch.device("cpu")
     target = load(tmp_path, Rank(0, 2))
     with pytest.raises(ConfigError, match="MTP and EAGLE-3 heads cannot be divided"):
@@ -214,7 +214,7 @@ def test_heads_that_draft_need_a_whole_target(tmp_path: Path) -> None:
 
 
 def test_merged_matrices_are_divided_as_floats_only(tmp_path: Path) -> None:
-    save_tiny(Case("Phi3Config"), tmp_path)
+    write_tiny(Case("Phi3Config"), tmp_path)
     checkpoint = SafetensorsCheckpoint(tmp_path)
     shards = Shards(read_config(checkpoint.config.values, checkpoint.config.source), Rank(1, 2))
     name = "model.layers.0.self_attn.qkv_proj"

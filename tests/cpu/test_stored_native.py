@@ -30,7 +30,7 @@ from tests.cpu.model_driver import request, serve, settings
 from tests.cpu.native_linears import quantised
 from tests.cpu.test_lora import forward
 from tests.cpu.test_models_families import CASES as FAMILIES
-from tests.cpu.test_models_families import Case, logits_of, save_tiny
+from tests.cpu.test_models_families import Case, logits_of, write_tiny
 from tests.cpu.test_stored import BLOCKS, CASES, FP8_DYNAMIC, IDS, unpacked
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels cannot be built here")
@@ -256,8 +256,8 @@ def test_experts_and_latents_are_stored_like_other_matrices(family: str, tmp_pat
     """Packed experts, routers and latents equal the model with weights dequantised by packers.py."""
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     case, packing = FAMILIES[family], EXPERTS[family]
-    save_tiny(Case(case.config, case.settings | {"moe_intermediate_size": 96}), plain)
-    save_tiny(case, packed)
+    write_tiny(Case(case.config, case.settings | {"moe_intermediate_size": 96}), plain)
+    write_tiny(case, packed)
     (packed / "config.json").write_text((plain / "config.json").read_text())
     weights: dict[str, Tensor] = {}
     codes: dict[str, Tensor] = {}

@@ -25,7 +25,7 @@ from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.model_driver import CPU, TinyModel, make_runner, request, serve, settings, solo_greedy
 from tests.cpu.test_engine_faults import answers
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, write_tiny
 from tests.fake_device import CUDA, fake_device
 from tests.fake_order import OrderError
 
@@ -160,7 +160,7 @@ def test_forks_and_penalties_survive_a_swap(kv_dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> partial[EngineConfig]:
-    save_tiny(CASES["qwen3"], tmp_path)
+    write_tiny(CASES["qwen3"], tmp_path)
     return partial(
         EngineConfig,
         model=str(tmp_path),

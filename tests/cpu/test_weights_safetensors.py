@@ -15,14 +15,14 @@ from engine.core.types import Progress
 from engine.runtime.models.load import load_model
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.settings.engine_config import EngineConfig
-from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
+from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, write_tiny
 
 IDS = torch.arange(3, 23)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_tiny(CASES["llama"], tmp_path)
+    write_tiny(CASES["llama"], tmp_path)
     return tmp_path
 
 
@@ -70,7 +70,7 @@ def test_weights_are_converted_to_the_asked_type(folder: Path) -> None:
 
 
 def test_computed_buffers_and_a_tied_head_are_passed_over(folder: Path) -> None:
-    save_tiny(CASES["granite"], folder)
+    write_tiny(CASES["granite"], folder)
     whole = logits_of(load(folder), IDS, [20])
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ def test_computed_buffers_and_a_tied_head_are_passed_over(folder: Path) -> None:
 
 
 def test_a_second_head_that_contradicts_the_config_is_refused(folder: Path) -> None:
-    save_tiny(CASES["granite"], folder)
+    write_tiny(CASES["granite"], folder)
     change(folder, lambda tensors: tensors.update({"lm_head.weight": torch.ones(128, 64)}))
     with pytest.raises(ModelLoadError, match=r"'lm_head\.weight' differs from .*'tie_word_embeddings' to false"):
         load(folder)

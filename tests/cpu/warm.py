@@ -23,7 +23,7 @@ from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.test_engine_faults import Forgetful
-from tests.cpu.test_models_families import CASES, Case, save_tiny
+from tests.cpu.test_models_families import CASES, Case, write_tiny
 from tests.integrity import check_scheduler
 from tests.patience import PATIENCE_S
 
@@ -97,7 +97,7 @@ class Heard:
 
 def save(name: str, folder: Path) -> None:
     sizes = {"max_position_embeddings": 256, "mamba_d_state": 8}  # a piece of a state has to fit into a block
-    save_tiny(Case(CASES[name].config, CASES[name].settings | sizes), folder)
+    write_tiny(Case(CASES[name].config, CASES[name].settings | sizes), folder)
 
 
 @contextmanager

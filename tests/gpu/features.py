@@ -20,7 +20,7 @@ from tests.cpu import packers, test_mtp
 from tests.cpu.eagle3_drafts import LAYER, bigram_draft, bigram_target, write_draft
 from tests.cpu.lora_folders import save_adapter
 from tests.cpu.test_constraint import END, StepGrammar
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, save_tiny, write_tiny
 from tests.cpu.test_stored import BLOCKS
 
 VOCAB = 128
@@ -62,7 +62,7 @@ def _lora(folder: Path) -> Feature:
 
 
 def _grammar(folder: Path) -> Feature:
-    save_tiny(CASES["qwen3"], folder)
+    write_tiny(CASES["qwen3"], folder)
     grammar = StepGrammar(reach=3, vocab_size=VOCAB)
     wishes = {"grammar": grammar, "eos_token_ids": frozenset({END}), "allowed_token_ids": None, "bad_words": ()}
     return Feature(folder, {}, {}, lambda engine: wishes)

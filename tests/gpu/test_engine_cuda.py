@@ -17,7 +17,7 @@ from engine.loop import Engine
 from engine.runtime.pool.batch import DecodeRows
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
-from tests.cpu.test_models_families import CASES, ON_A_GPU, save_tiny
+from tests.cpu.test_models_families import CASES, ON_A_GPU, write_tiny
 from tests.patience import PATIENCE_S
 from tests.reference_attention import reference_attention
 
@@ -65,7 +65,7 @@ def answers(engine: Engine, wishes: Wishes = lambda engine, i: {}) -> dict[tuple
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_cuda_says_what_the_cpu_says(name: str, depth: bool, tmp_path: Path) -> None:
-    save_tiny(CASES[name], tmp_path)
+    write_tiny(CASES[name], tmp_path)
     expected = answers(build(tmp_path, "cpu"))
     assert answers(build(tmp_path, "cuda", async_scheduling=depth)) == expected
     tight = build(tmp_path, "cuda", async_scheduling=depth, max_num_batched_tokens=16)
@@ -74,7 +74,7 @@ def test_cuda_says_what_the_cpu_says(name: str, depth: bool, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_the_kernels_say_what_the_reference_says(name: str, tmp_path: Path) -> None:
-    save_tiny(CASES[name], tmp_path)
+    write_tiny(CASES[name], tmp_path)
     with reference_attention():
         expected = answers(build(tmp_path, "cuda", attention_backend="torch"))
     assert answers(build(tmp_path, "cuda")) == expected
@@ -87,7 +87,7 @@ def test_graphs_say_what_single_launches_say(depth: bool, tmp_path: Path, monkey
         Outputs,
     )
 
-    save_tiny(CASES["qwen3"], tmp_path)
+    write_tiny(CASES["qwen3"], tmp_path)
     launched, launch = [], DecodeGraphs.launch
 
     def counting(self: DecodeGraphs, rows: DecodeRows) -> Outputs:
@@ -104,7 +104,7 @@ def test_graphs_say_what_single_launches_say(depth: bool, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
 def test_preempted_requests_say_the_same(depth: bool, tmp_path: Path) -> None:
-    save_tiny(CASES["qwen3"], tmp_path)
+    write_tiny(CASES["qwen3"], tmp_path)
     expected = answers(build(tmp_path, "cpu"))
     crowded = build(tmp_path, "cuda", async_scheduling=depth, block_size=4, kv_cache_memory_bytes=96 << 10)
     assert crowded.config.num_blocks == 16  # one of the longest contexts, for nine sequences

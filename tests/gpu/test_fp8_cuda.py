@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from tests.cpu.test_models_families import CASES, ON_A_GPU, save_tiny
+from tests.cpu.test_models_families import CASES, ON_A_GPU, write_tiny
 from tests.gpu.test_engine_cuda import answers, build
 from tests.reference_attention import reference_attention
 
@@ -26,7 +26,7 @@ needs_products = pytest.mark.skipif(capability() < (9, 0), reason="no CUDA devic
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
 @pytest.mark.parametrize("name", [name for name in ON_A_GPU if name != "deepseek_v3"])  # latents are not stored in fp8
 def test_fp8_kv_says_what_the_reference_says_over_it(name: str, depth: bool, tmp_path: Path) -> None:
-    save_tiny(CASES[name], tmp_path)
+    write_tiny(CASES[name], tmp_path)
     with reference_attention():
         expected = answers(build(tmp_path, "cuda", attention_backend="torch", kv_cache_dtype="fp8"))
     assert answers(build(tmp_path, "cuda", async_scheduling=depth, kv_cache_dtype="fp8")) == expected
@@ -34,7 +34,7 @@ def test_fp8_kv_says_what_the_reference_says_over_it(name: str, depth: bool, tmp
 
 @needs_kv
 def test_preempted_requests_say_the_same_over_fp8_kv(tmp_path: Path) -> None:
-    save_tiny(CASES["qwen3"], tmp_path)
+    write_tiny(CASES["qwen3"], tmp_path)
     expected = answers(build(tmp_path, "cuda", kv_cache_dtype="fp8"))
     crowded = build(tmp_path, "cuda", kv_cache_dtype="fp8", block_size=4, kv_cache_memory_bytes=32 << 10)
     assert answers(crowded) == expected
@@ -43,7 +43,7 @@ def test_preempted_requests_say_the_same_over_fp8_kv(tmp_path: Path) -> None:
 
 @needs_kv
 def test_fp8_kv_holds_more_blocks_in_the_same_memory(tmp_path: Path) -> None:
-    save_tiny(CASES["qwen3"], tmp_path)
+    write_tiny(CASES["qwen3"], tmp_path)
     auto, fp8 = (build(tmp_path, "cuda", kv_cache_dtype=kind).config.num_blocks for kind in ("auto", "fp8"))
     assert 2.5 < fp8 / auto < 4.0  # of float32
 

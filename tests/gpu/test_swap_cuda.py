@@ -12,7 +12,7 @@ from engine.core.step import StepPlan
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.pool.kv_cache import KVCache
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, write_tiny
 from tests.gpu.test_engine_cuda import answers
 from tests.gpu.test_engine_cuda import build as build_tiny
 
@@ -60,7 +60,7 @@ def test_blocks_come_back_as_they_went(
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_an_engine_that_swaps_says_what_a_roomy_one_says(kv_cache_dtype: str, depth: bool, tmp_path: Path) -> None:
-    save_tiny(CASES["qwen3"], tmp_path)
+    write_tiny(CASES["qwen3"], tmp_path)
     setting = {"async_scheduling": depth, "kv_cache_dtype": kv_cache_dtype, "attention_backend": "torch"}
     expected = answers(build_tiny(tmp_path, "cuda", **setting))
     tight = {"kv_cache_memory_bytes": 1 << (18 if kv_cache_dtype == "auto" else 16), "block_size": 8}

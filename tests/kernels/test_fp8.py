@@ -26,7 +26,7 @@ from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.formats import Storage
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
-from tests.cpu.test_models_families import CASES, logits_of, save_tiny
+from tests.cpu.test_models_families import CASES, logits_of, write_tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -179,7 +179,7 @@ def matrices(model: Decoder) -> list[Linear]:
 @pytest.mark.parametrize("name", ["llama-llama3", "gemma2"])
 def test_a_model_is_loaded_into_fp8(name: str, load_format: str, tmp_path: Path) -> None:
     """All but the embedding, the head and the norms; its hidden states stay near to those in bfloat16."""
-    save_tiny(CASES[name], tmp_path)
+    write_tiny(CASES[name], tmp_path)
     config = EngineConfig(model=str(tmp_path), load_format=load_format, quantization="fp8")
     told: list[Progress] = []
     plain, fp8 = (decoder(config, tmp_path, scheme, told) for scheme in (Scheme(), Fp8Scheme()))
@@ -194,7 +194,7 @@ def test_a_model_is_loaded_into_fp8(name: str, load_format: str, tmp_path: Path)
 
 
 def test_matrices_of_odd_sides_stay_as_they_are(tmp_path: Path) -> None:
-    save_tiny(CASES["llama-llama3"], tmp_path)
+    write_tiny(CASES["llama-llama3"], tmp_path)
     values = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = EngineConfig(model=str(tmp_path), load_format="dummy", quantization="fp8")
@@ -242,7 +242,7 @@ def test_what_cannot_be_is_refused(
 
 
 def test_a_cpu_is_refused(tmp_path: Path) -> None:
-    save_tiny(CASES["llama-llama3"], tmp_path)
+    write_tiny(CASES["llama-llama3"], tmp_path)
     config = EngineConfig(model=str(tmp_path), quantization="fp8")
     with pytest.raises(ConfigError, match="fp8 weights are for a CUDA device, and the device is cpu; choose int8"):
         load.load_model(config, torch.device("cpu"), BF16, lambda progress: None)

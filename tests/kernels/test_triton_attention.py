@@ -23,7 +23,7 @@ from engine.runtime.cuda.store import store_kv, view_pool
 from engine.runtime.kv_layout import PEAKS, SMALLEST_PEAK, AttentionSpec, from_pool, movable, pool_shape, to_pool
 from engine.runtime.pool import pool_size
 from engine.runtime.pool.groups import one_group
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, write_tiny
 from tests.gpu.test_engine_cuda import build
 from tests.patience import PATIENCE_S
 from tests.reference_attention import ReferenceAttention, dense_attention, reference_attention
@@ -471,7 +471,7 @@ def test_over_fp8_an_engine_says_what_it_says_with_the_reference(
     monkeypatch.setattr(
         pool_size, "require_fp8", lambda device: None
     )  # which refuses CPUs, not knowing the interpreter
-    save_tiny(CASES["qwen3"], tmp_path)
+    write_tiny(CASES["qwen3"], tmp_path)
     with reference_attention():
         expected = greedy(build(tmp_path, DEVICE.type, attention_backend="torch", kv_cache_dtype="fp8"))
     tried = build(tmp_path, DEVICE.type, attention_backend="triton", kv_cache_dtype="fp8", max_num_batched_tokens=12)
@@ -499,7 +499,7 @@ def test_fp8_weighs_what_int8_weighs() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "olmo2", "smollm3", "gemma4", "gemma4-shared"])
 def test_an_engine_says_what_it_says_with_the_reference(name: str, tmp_path: Path) -> None:
-    save_tiny(CASES[name], tmp_path)
+    write_tiny(CASES[name], tmp_path)
     with reference_attention():
         expected = greedy(build(tmp_path, "cpu", attention_backend="torch"))
     tried = build(tmp_path, DEVICE.type, attention_backend="triton", max_num_batched_tokens=12)

@@ -26,7 +26,7 @@ from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.linear import Dense, Product, Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from tests.cpu.model_driver import make_runner, request, serve, settings
-from tests.cpu.test_models_families import CASES, load, save_tiny
+from tests.cpu.test_models_families import CASES, load, write_tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN and infinities, from NumPy
@@ -316,7 +316,7 @@ def test_graphs_of_mixtures_over_latents_say_what_the_steps_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a device a graph is its computation: padded rows go through the router and the experts, too."""
-    save_tiny(CASES["deepseek_v3"], tmp_path)
+    write_tiny(CASES["deepseek_v3"], tmp_path)
     requests = [request(f"r{i}", list(range(3, 9 + 4 * i)), max_tokens=4) for i in range(3)]
     config = settings(max_num_seqs=4, max_num_batched_tokens=16)
     expected = serve(load(tmp_path), config, requests, apart=0)

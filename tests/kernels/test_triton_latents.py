@@ -15,7 +15,7 @@ from engine.runtime.cuda.attention_latent import attend_latent_decodes
 from engine.runtime.cuda.attention_tuning import PromptTile, choose_latent_tuning
 from engine.runtime.cuda.store import view_pool
 from engine.runtime.kv_layout import AttentionSpec
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, write_tiny
 from tests.gpu.test_engine_cuda import build
 from tests.kernels.test_triton_attention import CAPABILITY, DEVICE, Case, greedy
 from tests.reference_attention import reference_attention
@@ -111,7 +111,7 @@ def test_latents_that_are_too_wide_are_refused() -> None:
 
 
 def test_an_engine_says_what_it_says_with_the_reference(tmp_path: Path) -> None:
-    save_tiny(CASES["deepseek_v3"], tmp_path)
+    write_tiny(CASES["deepseek_v3"], tmp_path)
     with reference_attention():
         expected = greedy(build(tmp_path, "cpu", attention_backend="torch"))
     tried = build(tmp_path, DEVICE.type, attention_backend="triton", max_num_batched_tokens=20)
