@@ -171,7 +171,7 @@ def broad_excepts(path: Path) -> Iterator[BroadExcept]:
     """Find the handlers of Exception, BaseException or everything; one that ends in `raise` hides nothing."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
-    for node in (handler for each in _statements(ast.parse(text)) for handler in getattr(each, "handlers", ())):
+    for node in (handler for each in statements(ast.parse(text)) for handler in getattr(each, "handlers", ())):
         caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         is_broad = any(each is None or ast.unparse(each) in ("Exception", "BaseException") for each in caught)
         if is_broad and not (isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None):
@@ -233,13 +233,13 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
     """Yield the statements within a node; expressions, the most nodes of a file, have none."""
     for name in ("body", "handlers", "orelse", "finalbody", "cases"):
         for child in getattr(node, name, ()):
             if isinstance(child, ast.stmt):
                 yield child
-            yield from _statements(child)
+            yield from statements(child)
 
 
 def _sources(package: str) -> Iterator[Path]:
@@ -259,8 +259,8 @@ class _Parsed(NamedTuple):
 def _parsed(path: Path) -> _Parsed:
     """Return what a file holds; it is parsed once, and its tree is not kept."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    statements, imported, functions = list(_statements(tree)), list[str](), list[tuple[str, int]]()
-    for node in statements:
+    found, imported, functions = list(statements(tree)), list[str](), list[tuple[str, int]]()
+    for node in found:
         if isinstance(node, ast.Import):
             imported += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -268,7 +268,7 @@ def _parsed(path: Path) -> _Parsed:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             functions.append((node.name, (node.end_lineno or node.lineno) - node.lineno + 1))
     has_code = not all(isinstance(node, ast.Expr) for node in tree.body)
-    return _Parsed(has_code, len(statements), tuple(imported), tuple(functions))
+    return _Parsed(has_code, len(found), tuple(imported), tuple(functions))
 
 
 def _count(path: Path) -> int:

@@ -96,11 +96,11 @@ def test_no_waiting_tenant_is_served_more_than_another_by_more_than_the_bound(
 ) -> None:
     """Whatever they send, in whatever order it came, with or without preemption for want of memory."""
     driver = Metered(max_num_seqs=2, num_blocks=num_blocks, depth=depth)
-    add_jobs(driver, "a", one, 40)
-    add_jobs(driver, "b", two, 40, weight=weight)
+    add_jobs(driver, "a", one, 24)
+    add_jobs(driver, "b", two, 24, weight=weight)
     for _ in range(20):
         driver.step()
-    add_jobs(driver, "c", three, 40)
+    add_jobs(driver, "c", three, 24)
     assert spread(driver, {"a": 1.0, "b": weight, "c": 1.0}) <= bound(driver) / min(weight, 1.0)
     driver.check_streams()
 

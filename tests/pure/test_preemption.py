@@ -136,12 +136,12 @@ def test_an_abort_frees_both_sides(depth: int, turns: int) -> None:
     driver.check_streams(aborted={"1", "3", "5"})
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["", "caching"])
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("seed", range(20))
-def test_a_step_that_is_taken_back_takes_its_copies_with_it(seed: int, depth: int, caching: bool) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_a_step_that_is_taken_back_takes_its_copies_with_it(seed: int) -> None:
+    """At both depths, with and without caching, in turn."""
     chance = random.Random(seed)
-    driver = Driver(config(num_blocks=9, num_host_blocks=30, enable_prefix_caching=caching), depth)
+    settings = config(num_blocks=9, num_host_blocks=30, enable_prefix_caching=seed % 4 > 1)
+    driver = Driver(settings, depth=seed % 2)
     crowd(driver, num=5)
     driver.add(request("n", long_prompt(6, 30), n=3, max_tokens=9, eos_token_ids=frozenset()))
     for _ in range(150):
