@@ -558,6 +558,26 @@ def test_offline_answers_are_those_of_transformers(folder: Path, tmp_path: Path)
                 ask()
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_log_probabilities_of_a_prompt_are_those_of_transformers(folder: Path, kind: str) -> None:
+    """Of its images, too, and of what is between and behind them; in steps that are smaller than it."""
+    theirs, images = checkpoint(folder, kind), [picture(2, 33, 70), picture(3, 60, 90)]
+    prompt = f"<|im_start|>user\nSee{theirs.mark}and{theirs.mark}which?<|im_end|>\n<|im_start|>assistant"
+    asked = theirs.processor(text=[prompt], images=[images] if CASES[kind][-1] else images, return_tensors="pt")
+    [ids], place = asked["input_ids"], theirs.model.config.image_token_id
+    types = "mm_token_type_ids" if kind == "qwen3_vl" else "token_type_ids"
+    with torch.no_grad():
+        logits = theirs.model(**{**asked, types: (asked["input_ids"] == place).int()}).logits[0]
+    wanted = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with LLM(str(theirs.folder), dtype="float32", max_num_batched_tokens=32, **POOL) as llm:
+        [output] = llm.generate({"prompt": prompt, "multi_modal_data": {"image": images}}, params)
+    assert output.prompt_logprobs is not None
+    pairs = zip(output.prompt_logprobs[1:], ids[1:].tolist(), strict=True)
+    found = torch.tensor([entries[token].logprob for entries, token in pairs if entries is not None])
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
 def test_a_limit_of_no_images_loads_no_tower(folder: Path) -> None:
     """As in vLLM; nor does the server say that it takes some."""
     name, none = str(checkpoint(folder, "qwen3_vl").folder), {"image": 0}

@@ -398,6 +398,10 @@ def test_a_name_is_resolved_once_and_all_its_addresses_are_public(host: int, mon
     del addresses[0]
     assert fetched(config, f"http://a.example:{host}/image") == picture()
     assert asked == ["a.example"] * 2
+    is_first = iter((True, False))
+    monkeypatch.setattr(media, "is_public", lambda _: next(is_first))
+    with pytest.raises(InvalidRequestError, match="private network"):  # a name of a redirection is looked at, too
+        fetched(config, f"http://a.example:{host}/to/http://a.example:{host}/image")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
