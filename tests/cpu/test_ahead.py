@@ -110,7 +110,6 @@ _USES = (
     "find_spec('transformers')",
     "import torch.ao.quantization",
     "repr(torch.zeros(2))",
-    "import torch._prims",
     "from torchgen.model import FunctionSchema",
     "assert torch.vmap(torch.sin)(torch.zeros(2)).shape == (2,)",
     "torch.compile(lambda x: x + 1, backend='eager')(torch.zeros(1, device='meta'))",
