@@ -272,13 +272,15 @@ def learn(engine: Engine, folder: Path) -> None:
         time.sleep(POLL_S)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 def test_a_second_engine_loads_what_the_first_computes_and_says_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Recurrent state, too."""
     monkeypatch.setattr(tiers, "MAX_PARKED_S", PATIENCE_S)
     monkeypatch.setattr(StepTime, "is_known", False)
     monkeypatch.setattr(tier, "LOOK_S", POLL_S)
-    model, folder = tiny(tmp_path), tmp_path / "kv"
+    model, folder = tiny(tmp_path, kind), tmp_path / "kv"
     second = engine_on(model, folder)  # it runs before the first has computed anything
     first = engine_on(model, folder)
     expected = say(first)
