@@ -114,6 +114,19 @@ def test_an_answer_that_a_stop_string_cut_has_its_ids_up_to_there(stop: str) -> 
     assert chats.history.counts.num_used == 1
 
 
+def test_an_answer_whose_cut_token_cannot_be_spelled_again_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a tokenizer that changes texts, such as to lower case."""
+    chats = Chats()
+    first, ids = chats.prepare("ab", stop=["c!"]), TOKENIZER.encode("abc!d", add_special_tokens=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(chats.history, "_encode", lambda _: spelled("d"))
+        said = chats.answer(first, [*spelled("abcd"), *ids]).text
+    later = chats.prepare("ab", said, "cd")
+    assert said == "abcdab"
+    assert chats.history.counts.num_used == 0
+    assert chats.answer(later, spelled("dd")).text == "dd"
+
+
 def test_an_answer_without_text_is_not_part_of_its_prompt() -> None:
     """Of ids that the tokenizer does not have, as a vocabulary that is padded lets a model say."""
     chats = Chats()
