@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -224,7 +225,7 @@ class GuardedGeneration(Generation):
         tokenizer: TextTokenizer,
         rules: TextRules,
     ) -> None:
-        super().__init__(answer, requests, tokenizer, rules)
+        super().__init__(answer, requests, tokenizer, replace(rules, is_judged=True))
         self._guard, self._turns, self._requests = guard, turns, requests
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         self._taken = [list[int]() for _ in self._choices]  # the tokens of deltas
@@ -266,6 +267,9 @@ class GuardedGeneration(Generation):
             self._judged[index] = choices[index].num_tokens, texts[index]
             if verdict.is_unsafe:
                 self._block(index, verdict)
+        for choice in map(choices.__getitem__, due):
+            if choice.is_done and choice.pending.filtered is None:
+                choice.remember()
         return due
 
     async def _judge(self, turns: Sequence[Turns], likes: Sequence[Request]) -> list[Verdict]:

@@ -178,6 +178,25 @@ def test_no_token_is_shown_whose_text_was_not_judged(url: str) -> None:
     assert (plain["logprobs"]["content"], plain["token_ids"]) == ([], [])
 
 
+def test_what_was_not_shown_is_not_remembered(guarded: Callable[..., Live]) -> None:
+    """/v1/requests quotes the word at which a conversation leaves an earlier answer, and would tell an unsafe one."""
+    live = guarded(
+        chat_template="{% for each in messages %}{{ each.content }}{{ '|' if each.role == 'user' }}{% endfor %}"
+    )
+
+    def told(word: str) -> str:
+        answer = f"a {word}"  # which has ended before it is judged
+        head = [{"role": "user", "content": "left " + answer}, *TURNS[1:]]
+        ask(live.url, "", messages=head)
+        guess = {"role": "assistant", "content": answer.replace(word, "tree")}
+        body = {"messages": [*head, guess, TURNS[-1]], **FIELDS}
+        request_id = httpx.post(live.url + "/v1/chat/completions", json=body).headers["x-request-id"]
+        return str(httpx.get(f"{live.url}/v1/requests/{request_id}").json()["prefix"]["message"])
+
+    assert "for `cake`" in told("cake")
+    assert "bomb" not in told("bomb")
+
+
 def test_a_continued_message_is_judged_as_one(url: str) -> None:
     messages = [{"role": "user", "content": "leftmb and more|"}, {"role": "assistant", "content": "a bo"}]
     fields = {"continue_final_message": True, "add_generation_prompt": False}

@@ -33,6 +33,7 @@ class TextRules:
     make_parser: Callable[[], MessageParser] | None = None  # of parsers that find thoughts and calls in the text
     max_calls: int | None = None  # the answer ends where a further call begins
     turn: ChatTurn | None = None  # of a conversation, which remembers the answer's ids
+    is_judged: bool = False  # a guard decides whether they are remembered
 
 
 @dataclass(slots=True)
@@ -295,6 +296,11 @@ class Choice:
         self._delta.finish_reason, self._delta.stop_reason = reason, stop_reason
         self._delta.has_called = self._num_calls > 0
         self.is_done = True
+        if not self._rules.is_judged:
+            self.remember()
+
+    def remember(self) -> None:
+        """Let the conversation, if it is of one, remember the answer's ids: they can be quoted from then on."""
         if self._rules.turn is not None and self._ids:
             has_end, num_cut = self._ids[-1] in self._rules.ending_ids, self._stops.num_cut if self._stops else 0
             self._rules.turn.remember(self._ids, has_end=has_end, num_cut=num_cut)
