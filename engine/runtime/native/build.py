@@ -153,7 +153,7 @@ def machine_isas() -> tuple[Isa, ...]:
 
 
 def best_isa() -> Isa | None:
-    """Return what `--cpu-kernels auto` stands for. AMX has been proven by a model of its tiles alone: it is asked for."""
+    """Return what `--cpu-kernels auto` stands for. AMX has run under an emulator alone: it is asked for."""
     return next((isa for isa in reversed(machine_isas()) if isa is not Isa.AMX), None)
 
 
