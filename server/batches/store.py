@@ -128,9 +128,9 @@ class Store:
         """Return up to `limit` of an owner's files after `after`."""
         way, order = ("<", "DESC") if newest_first else (">", "ASC")
         rows = self._db.execute(
-            f"SELECT document FROM files WHERE (?1 IS NULL OR seq {way} (SELECT seq FROM files WHERE id = ?1)) "  # noqa: S608 - constants
-            f"AND (?2 IS NULL OR purpose = ?2) AND owner = ?4 ORDER BY seq {order} LIMIT ?3",
-            (after, purpose, limit, owner),
+            f"SELECT document FROM files WHERE (:after IS NULL OR seq {way} (SELECT seq FROM files WHERE id = :after)) "  # noqa: S608 - constants
+            f"AND (:purpose IS NULL OR purpose = :purpose) AND owner = :owner ORDER BY seq {order} LIMIT :limit",
+            {"owner": owner, "after": after, "limit": limit, "purpose": purpose},
         )
         return [FileObject.model_validate_json(row[0]) for row in rows]
 
@@ -161,9 +161,9 @@ class Store:
                 (batch.id, batch.input_file_id, batch.model_dump_json(), owner),
             )
             db.execute(
-                "DELETE FROM batches WHERE NOT is_open AND owner = ?1 AND "
-                "seq <= (SELECT seq FROM batches WHERE owner = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
-                (owner, MAX_ENDED),
+                "DELETE FROM batches WHERE NOT is_open AND owner = :owner AND "
+                "seq <= (SELECT seq FROM batches WHERE owner = :owner ORDER BY seq DESC LIMIT 1 OFFSET :num)",
+                {"owner": owner, "num": MAX_ENDED},
             )
             return True
 
@@ -174,9 +174,9 @@ class Store:
     def batches(self, owner: str, after: str | None, limit: int) -> list[Batch]:
         """Return up to `limit` of an owner's batches after `after`, newest first."""
         rows = self._db.execute(
-            "SELECT document FROM batches WHERE owner = ?3 AND "
-            "(?1 IS NULL OR seq < (SELECT seq FROM batches WHERE id = ?1)) ORDER BY seq DESC LIMIT ?2",
-            (after, limit, owner),
+            "SELECT document FROM batches WHERE owner = :owner AND "
+            "(:after IS NULL OR seq < (SELECT seq FROM batches WHERE id = :after)) ORDER BY seq DESC LIMIT :limit",
+            {"owner": owner, "after": after, "limit": limit},
         )
         return [Batch.model_validate_json(row[0]) for row in rows]
 
