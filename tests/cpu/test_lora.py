@@ -44,6 +44,7 @@ NAMES = (
     "qwen3",
     "gemma2",
     "gemma3n",
+    "gemma4",
     "gemma4-shared",
     "olmo2",
     "phi3",

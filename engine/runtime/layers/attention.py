@@ -60,9 +60,10 @@ class Attention:
         if config.merged_checkpoint:
             rows = {"qkv_proj": sum(rows.values())}
         self._qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=AdaptedMatrix.QKV)
-        if heads.values_are_keys:  # an adapter's terms for keys would be those of values, too
-            for name in ("k_proj", "v_proj"):
-                make.targets.pop(make.prefix + name, None)
+        keys = make.targets.get(make.prefix + "k_proj")
+        if heads.values_are_keys and keys is not None:  # an adapter's terms for keys are those of values, too
+            del make.targets[make.prefix + "v_proj"]
+            make.targets[make.prefix + "k_proj"] = keys._replace(row_order=torch.arange(kv_width).repeat(2))
         self._o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=AdaptedMatrix.O)
         self._head_norm = HeadNorm(config, heads, make) if config.qk_norm is QKNorm.HEAD else None
         self._full_norm = FullNorm(config, heads, make) if config.qk_norm is QKNorm.FULL else None

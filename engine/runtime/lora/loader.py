@@ -227,7 +227,7 @@ class LoraLoader:
             a, b = a if target.input_order is None else a[:, target.input_order], b.float() * scale
             b = b if target.row_order is None else b[target.row_order]
             down[at : at + own_rank] = a
-            up[target.first_row : target.first_row + target.num_rows, at : at + own_rank] = b
+            up[target.first_row : target.first_row + len(b), at : at + own_rank] = b
             at += own_rank
         down, up = (side.to(self._device, self._dtype) for side in (down, up))
         activation = parts[0][0].target.activation
