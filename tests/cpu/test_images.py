@@ -646,7 +646,7 @@ def test_an_image_beyond_the_memory_of_a_device_is_no_number(folder: Path, monke
     """Between steps nothing else would catch the error, and the engine would end."""
     tower = vision(folder, "Qwen3VLConfig").tower
 
-    def fail(**_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
@@ -655,6 +655,10 @@ def test_an_image_beyond_the_memory_of_a_device_is_no_number(folder: Path, monke
         assert pieces.advance(60.0)
         assert pieces.result().isnan().all()
         assert pieces.result().shape == (3, LARGE.num_tokens, 64)
+        assert pieces.result().untyped_storage().nbytes() < 16, "there may be no room for more"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "from_numpy", fail)
+        assert tower(LARGE).isnan().all()
     assert tower(LARGE).isfinite().all()
 
 

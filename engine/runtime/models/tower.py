@@ -51,8 +51,8 @@ class Tower:
 
         An image that cannot be computed becomes NaN: its requests fail, and no others.
         """
-        arrays = {name: torch.from_numpy(array).to(self._device) for name, array in image.arrays.items()}
         try:
+            arrays = {name: torch.from_numpy(array).to(self._device) for name, array in image.arrays.items()}
             with self._ops:
                 found = self._model.get_image_features(**arrays, return_dict=True)
             levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
@@ -65,7 +65,8 @@ class Tower:
         config = self._model.config
         num_levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         shape = num_levels, image.num_tokens, config.get_text_config().hidden_size
-        return torch.full(shape, torch.nan, dtype=self._model.dtype, device=self._device)
+        one = torch.full((1, 1, 1), torch.nan, dtype=self._model.dtype, device=self._device)
+        return one.expand(shape)  # a device that is full has no room for all
 
 
 def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower:
