@@ -156,6 +156,8 @@ class ContentGuard:
         except OverloadedError:  # which is soon over
             raise
         except (QuireError, ApiError) as error:
+            if isinstance(error, ApiError) and error.code == "model_loading":  # which is soon over, too
+                raise
             why = error.message if isinstance(error, ApiError) else str(error)
             if isinstance(error, ContextLengthError):
                 message = f"The guard {self.name} cannot read a conversation this long, so it is not answered: {why}"

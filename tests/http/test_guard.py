@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -280,6 +280,19 @@ def test_many_texts_wait_for_room_in_the_guards_queue(guarded: Callable[..., Liv
     answer = httpx.post(live.url + "/v1/moderations", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert guard.stats.steps < before + 50
+
+
+def test_a_guard_that_is_being_loaded_is_soon_there(guarded: Callable[..., Live]) -> None:
+    """Its 503 is not the one of a fault, which fails the lines of batches."""
+    live = guarded()
+    judge = live.app.state.models.find("judge")
+    parts, judge.parts, judge.begun = judge.parts, None, Future()
+    try:
+        body = {"messages": [{"role": "user", "content": "quiet"}], **FIELDS}
+        answer = httpx.post(live.url + "/v1/chat/completions", json=body)
+    finally:
+        judge.parts, judge.begun = parts, None
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
 
 
 def test_moderations_are_on_the_tenants_account(guarded: Callable[..., Live], tmp_path: Path) -> None:
