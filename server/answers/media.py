@@ -25,8 +25,11 @@ FETCH_S = 20.0  # for all of an image, redirects included
 _MAX_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
 _INTERNET = IPv6Network("2000::/3")  # of IPv6; others may lead to private machines, and to those of IPv4
-# Tunnels to IPv4, and what clouds and networks keep for themselves: of the latter Python before 3.12 does not say so.
-_REFUSED = [ip_network(each) for each in ("192.0.0.0/24", "192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20")]
+# Tunnels to IPv4, and what clouds and networks keep for themselves, of which Python may not say so.
+_REFUSED = [
+    ip_network(each)
+    for each in ("168.63.129.16", "192.0.0.0/24", "192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20")
+]
 _RESOLVING = ThreadPoolExecutor(4, "quire-resolving")  # seconds long, and others need the threads of the loop
 
 

@@ -440,6 +440,7 @@ def test_a_host_shows_a_certificate_of_its_name(tmp_path: Path, monkeypatch: pyt
         "192.168.0.1",
         "169.254.169.254",
         "192.0.0.192",
+        "168.63.129.16",
         "100.64.0.1",
         "0.0.0.0",
         "224.0.0.1",

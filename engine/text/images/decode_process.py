@@ -79,9 +79,8 @@ def _decode(file: bytearray, longest: int) -> Image.Image:
     if max(width, height) > MAX_RATIO * min(width, height):
         raise _RefusedError(f"it has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other")
     image.load()
-    with suppress(
-        LookupError, SyntaxError, TypeError, ValueError, struct.error
-    ):  # in damaged EXIF, beside whole pixels
+    # Damaged EXIF may be beside whole pixels.
+    with suppress(LookupError, SyntaxError, TypeError, ValueError, struct.error):
         ImageOps.exif_transpose(image, in_place=True)
     image = _in_rgb(image)
     if longest:
