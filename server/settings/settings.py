@@ -303,8 +303,8 @@ def read_entry(entry: object, index: int) -> dict[str, Any]:
     if "keep" in found:
         if not isinstance(found["keep"], bool):
             raise ConfigError(f"{place} has keep: {found['keep']!r}; it must be true or false.")
-        names = found.get("served_model_name") or [entry["model"]]  # of which another item may have the model, too
-        found["keep"] = ([names] if isinstance(names, str) else names[:1]) * found["keep"]
+        names = found.get("served_model_name") or entry["model"]  # of which another item may have the model, too
+        found["keep"] = (names[:1] if isinstance(names, list) else [names]) * found["keep"]
     return found
 
 

@@ -108,7 +108,13 @@ def test_both_spellings_of_wider_heads_are_read(num_layers: int, wide: tuple[str
     found = read_config(sizes | old, "old")
     assert found == read_config(sizes | new, "new")
     assert [i for i, layer in enumerate(found.layers) if layer.heads.head_dim == 64] == [*map(int, wide)]
-    for wrong in ({wide[0]: each}, {"0": each}, {"x": each}, {wide[0]: each, wide[1]: {"head_dim": 32}}):
+    for wrong in (
+        {wide[0]: each},
+        {"0": each},
+        {"x": each},
+        {"9" * 5000: each},
+        {wide[0]: each, wide[1]: {"head_dim": 32}},
+    ):
         with pytest.raises(ModelLoadError, match="'per_layer_config' is"):
             read_config(sizes | {"per_layer_config": wrong}, "wrong")
     with pytest.raises(ModelLoadError, match="'use_bidirectional_attention' is"):

@@ -101,3 +101,6 @@ def test_of_two_items_with_one_model_that_is_kept_which_says_so(tmp_path: Path) 
     )
     settings = load_settings(["--config", str(tmp_path / "q.yaml")])
     assert [each.keep for each in settings.each] == [("a",), (), ("m",)]
+    (tmp_path / "q.yaml").write_text("models: [{model: m, keep: true, served-model-name: 5}]")
+    with pytest.raises(ConfigError, match=r"--served-model-name is 5 .*; it must be a list"):
+        load_settings(["--config", str(tmp_path / "q.yaml")])

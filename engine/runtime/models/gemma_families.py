@@ -193,8 +193,8 @@ def _with_full_heads(hf: HFConfig) -> HFConfig:
     """Return the config with the heads of layers with full attention: transformers writes them layer by layer since 5.23."""
     if hf.has("per_layer_config"):
         given = hf.section("per_layer_config")
-        found = {int(key): given.section(key).values for key in given.values if key.isdecimal()}  # "05" of 12 layers
-        full = [index for index, kind in enumerate(hf.texts("layer_types")) if kind == common.FULL]
+        found = {key.lstrip("0") or "0": given.section(key).values for key in given.values}  # "05" of 12 layers
+        full = [str(index) for index, kind in enumerate(hf.texts("layer_types")) if kind == common.FULL]
         own = found.get(full[0], {})
         if len(found) < len(given.values) or found != (dict.fromkeys(full, own) if found else {}):
             raise hf.error("per_layer_config", "the same for all layers with full attention, and nothing for others")
