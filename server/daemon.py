@@ -4,7 +4,8 @@ It serves before the models of the start are loaded; a signal meanwhile ends it.
 while open ones may finish within the shutdown timeout; then they are aborted.
 Second signal: they are aborted immediately. Third: the process exits. An engine that dies has already ended its streams; the
 process follows with exit status 1. If the engine hangs, the event loop ends every open answer itself, and the process exits
-with status 1 without waiting for it. SIGHUP reads the tenants and the certificate again; without any it is a signal as others.
+with status 1 without waiting for it. SIGHUP reads the tenants and the certificate again; without either it
+drains, too, unless nohup ignores it.
 Main thread, on the event loop.
 """
 
@@ -108,9 +109,7 @@ class Daemon(uvicorn.Server):
         self._tasks.append(self._loop.create_task(self._watch()))
         if self._tenants is not None or self._tls is not None:
             self._loop.add_signal_handler(signal.SIGHUP, self._reread)
-        elif (
-            signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-        ):  # the terminal is closed, and nohup does not ignore that
+        elif signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup has it ignored
             self._loop.add_signal_handler(signal.SIGHUP, self._on_signal, "SIGHUP")
         try:
             await super().serve(sockets)

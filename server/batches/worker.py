@@ -47,9 +47,8 @@ PATIENCE_S = 60.0  # without the end of a background line, until one runs in the
 PROBE_S = 1.0  # after a line ran in the foreground, to see if the background moves
 INPUT_LOST = "The input file cannot be read any more; upload it again."
 NOT_NOW = (429, 503)  # statuses that are not about the line
-LASTING = frozenset(
-    {"model_failed", "model_not_loaded", "engine_dead", "guard_unavailable"}
-)  # of 503, until an operator acts
+# Codes of a 503 that lasts until an operator acts.
+LASTING = frozenset({"model_failed", "model_not_loaded", "engine_dead", "guard_unavailable"})
 
 Key = tuple[str, int]  # a batch, and the number of a line
 

@@ -145,7 +145,7 @@ def test_the_machine_steps_as_the_model_does(
     both: tuple[Library, Library], name: str, quantization: str, tmp_path: Path
 ) -> None:
     """Whole steps of prompts and decoding on several threads, what they leave in the pool, and the head."""
-    families.save_tiny(families.CASES[name], tmp_path)
+    families.write_tiny(families.CASES[name], tmp_path)
     config, results = EngineConfig(model=str(tmp_path), quantization=quantization), []
     for kernels in both:
         with tiles_in_use(kernels):
