@@ -109,6 +109,7 @@ def test_torchs_libraries_may_be_loaded_ahead() -> None:
 _USES = (
     "find_spec('transformers')",
     "import torch.ao.quantization",
+    "torch._meta_registrations.device_hint",
     "repr(torch.zeros(2))",
     "from torchgen.model import FunctionSchema",
     "assert torch.vmap(torch.sin)(torch.zeros(2)).shape == (2,)",

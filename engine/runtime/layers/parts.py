@@ -58,9 +58,7 @@ class Target(NamedTuple):
     num_rows: int
     shape: tuple[int, int]  # of the merged matrix: outputs, inputs
     activation: Activation | None  # of its product
-    row_order: Tensor | None = (
-        None  # the checkpoint's row in each of its rows, if these have another order, or more of them
-    )
+    row_order: Tensor | None = None  # the checkpoint's row in each row, if these are in another order, or are more
     input_order: Tensor | None = None  # likewise
 
 
