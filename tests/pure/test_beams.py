@@ -203,6 +203,19 @@ def test_a_search_yields_as_a_whole_to_a_tenant_that_has_nothing() -> None:
     driver.check_streams()
 
 
+@pytest.mark.parametrize(("state_blocks", "num_blocks"), [(1, 19), (2, 27)])
+def test_searches_of_two_tenants_do_not_give_way_to_each_other_without_end(state_blocks: int, num_blocks: int) -> None:
+    """Whichever came first keeps its beams, though the other's first one ranks before them."""
+    driver = Driver(config(policy="fair", num_blocks=num_blocks, state_blocks=state_blocks), depth=1)
+    for arrival, tenant in enumerate("ab"):
+        prompt = tuple(range(arrival + 1, arrival + 21))
+        kind = {"tenant": tenant, "arrival_s": float(arrival), "eos_token_ids": frozenset()}
+        driver.add(beams(tenant, prompt, width=3, max_tokens=4, **kind))
+    driver.drain()
+    assert driver.ends["a", 0].timings.num_preemptions == 0  # type: ignore[union-attr]
+    driver.check_streams()
+
+
 def test_beams_beyond_a_step_s_budget_wait_for_the_next() -> None:
     driver = Driver(config())
     driver.add(
