@@ -362,14 +362,14 @@ def test_priority_buys_nothing_from_others() -> None:
     assert ("first", 0) in driver.ends
 
 
-def test_the_queue_is_shown_as_it_will_be_served() -> None:
+@pytest.mark.parametrize(("weight", "order"), [(1.0, "abaabb"), (4.0, "abbaba")])
+def test_the_queue_is_shown_as_it_will_be_served(weight: float, order: str) -> None:
     driver = Metered(max_num_seqs=1)
     driver.add(request("running", max_tokens=9, eos_token_ids=ENDLESS, tenant="z"))
     driver.step()
     add_jobs(driver, "a", [(4, 1)], 3)
-    add_jobs(driver, "b", [(8, 1)], 3)
-    queue = [asked[0] for asked in driver.scheduler.snapshot().queue]
-    assert queue == ["a", "b", "a", "a", "b", "b"]
+    add_jobs(driver, "b", [(8, 1)], 3, weight=weight)
+    assert "".join(asked[0] for asked in driver.scheduler.snapshot().queue) == order
     assert driver.scheduler._queue.first_waiting is not None
     assert driver.scheduler._queue.first_waiting.request_id[0] == "a"
 
