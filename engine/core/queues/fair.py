@@ -154,8 +154,8 @@ class FairQueue(KeyedQueue):
 def _place(seq: Sequence, rank: int) -> tuple[float, ...]:
     """Return the place of a tenant's rank-th running sequence, from 1; background work comes last.
 
-    The beams of a search stand behind its first one: they are preempted together, so two searches apart would preempt
-    themselves, in turns and without end.
+    The beams of a search stand behind its first one. They are preempted together: if they stood apart, two searches could
+    preempt each other without end.
     """
     first = seq.first_beam
     return (seq.is_background, rank / seq.account.weight if first is seq else first.place[1], *seq.order)

@@ -138,7 +138,7 @@ def new(hf: HFConfig) -> EncoderConfig:
         return gte(HFConfig({**hf.values, "rope_theta": theta}, hf.source))
     _require(scaling, mixed_b=None)
     factor, width = scaling.positive("factor"), hf.size("hidden_size") // hf.size("num_attention_heads")
-    linear = {"type": "linear", "factor": factor ** (2 / width)}
+    linear = {"type": "linear", "factor": factor ** (2 / width)}  # with the longer base: NTK as its authors compute it
     return gte(HFConfig({**hf.values, "rope_theta": theta * factor, "rope_scaling": linear}, hf.source))
 
 
