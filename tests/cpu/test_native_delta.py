@@ -124,7 +124,6 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, state_dtype: str = "f
     return model
 
 
-@pytest.mark.in_turns
 @pytest.mark.parametrize(("state_dtype", "error"), [("float32", 1e-4), ("bfloat16", 2e-2)])
 def test_it_is_its_definition(library: Library, shape: Path, state_dtype: str, error: float) -> None:
     model = load(shape, state_dtype=state_dtype)
