@@ -99,8 +99,7 @@ class LLM(VectorMethods):
         source = find_model(model)
         if model is None:
             check_embedded(source.path)
-        if not most_images(limit_mm_per_prompt):
-            engine["image_cache_memory"] = 0  # no tower
+        engine |= {} if most_images(limit_mm_per_prompt) else {"image_cache_memory": 0}  # no tower
         config = engine_config(source.path, {"lora_modules": adapters_of(lora_modules), **engine})
         check_model(config, has_tokenizer=tokenizer is not None)
         from engine.startup.build import build_engine  # torch, seconds

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.errors import ConfigError, InvalidRequestError
+from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.core.shown import shorten
 from engine.core.spans import Span
 from engine.files.mmproj import read_mmproj
@@ -79,18 +79,19 @@ class ImagePreprocessor:
         Raises ConfigError for options or limits that cannot be kept.
         """
         settings = options or {}
+
+        def refuse(error: Exception) -> ModelLoadError:
+            return ModelLoadError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
         try:
-            with TRANSFORMERS:
+            with TRANSFORMERS, foreign_code(refuse, (ConfigError,)):
                 tokens = _read_tokens(model, tokenizer, settings, mmproj)
                 processor = _load_processor(model if mmproj is None else None, tokens.processor, settings)
                 family = FAMILIES[tokens.config["model_type"]]
                 made = cls(family, tokens, processor, tokenizer, settings, limits or {})
                 made.prepare(np.zeros((64, 64, 3), np.uint8), "the start")  # so that what a file lacks is known now
-        except ConfigError:
-            raise
-        except Exception as error:  # any: the code is another project's
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            logger.warning("text alone is served: its image processor cannot be loaded (%s)", reason)
+        except ModelLoadError as error:
+            logger.warning("text alone is served: its image processor cannot be loaded (%s)", error)
             return None
         return made
 
