@@ -77,7 +77,7 @@ InboxMessage = Submission | Abort | EngineCall | Stop | Fail
 
 
 class Inbox:
-    """A queue that can refuse requests; `num_requests` and `num_tokens` are not taken yet."""
+    """A queue that can refuse requests; so many of them, further inputs and tokens are not taken yet."""
 
     def __init__(self, changed: threading.Condition) -> None:
         """`changed` is what the engine thread waits for."""
@@ -85,8 +85,7 @@ class Inbox:
         self._messages: deque[InboxMessage] = deque()
         self._refusal: Callable[[], QuireError] | None = None
         self._is_closed = False
-        self.num_requests = 0
-        self.num_tokens = 0
+        self.num_requests = self.num_further = self.num_tokens = 0
 
     def put_requests(self, submissions: Sequence[Submission]) -> None:
         """Queue all of these requests, or raise the reason for refusing them."""
@@ -94,6 +93,7 @@ class Inbox:
             if self._refusal is not None:
                 raise self._refusal()
             self.num_requests += len(submissions)
+            self.num_further += sum(request.is_further for request, _ in submissions)
             self.num_tokens += sum(len(request.prompt) for request, _ in submissions)
             self._messages.extend(submissions)
             self._changed.notify()
@@ -132,5 +132,5 @@ class Inbox:
         with self._changed:
             messages = list(self._messages)
             self._messages.clear()
-            self.num_requests = self.num_tokens = 0
+            self.num_requests = self.num_further = self.num_tokens = 0
             return messages

@@ -180,6 +180,7 @@ class Engine:
             self.clock(),
             sum(len(request.prompt) for request in requests),
             num_unseen=self._inbox.num_requests,
+            num_unseen_further=self._inbox.num_further,
             num_unseen_tokens=self._inbox.num_tokens,
         )
         # Images are held apart until a request ends, and no longer.

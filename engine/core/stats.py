@@ -107,6 +107,7 @@ class Stats:
     num_waiting: int = 0  # never yet scheduled
     num_waiting_tokens: int = 0  # prompt tokens of waiting requests that are still to be computed
     num_preempted: int = 0  # waiting to resume
+    num_further: int = 0  # of num_waiting and num_preempted, inputs that are not the first of their client's request
     num_background_running: int = 0  # of num_running, those that pause while there is other work
     num_background_waiting: int = 0  # beside num_waiting and num_preempted: both of the background
     blocks_free: int = 0

@@ -250,7 +250,11 @@ class EngineConfig:
         False, "", "on CUDA, launch decode steps kernel by kernel instead of as CUDA graphs"
     )
     max_num_queued_reqs: int | None = _scheduling(
-        None, "N", "requests that may wait; more are refused with 429", unset="1024", at_least=1
+        None,
+        "N",
+        "requests that may wait, each with all its inputs; more are refused with 429",
+        unset="1024",
+        at_least=1,
     )
     max_num_queued_tokens: int | None = _scheduling(
         None, "N", "prompt tokens that may wait; more are refused with 429", unset="8 times the KV pool", at_least=1

@@ -92,6 +92,7 @@ class Responder:
                 deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
                 max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
                 tenant="" if self.has_tenants else body.tenant,
+                is_further=index > 0,
             )
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]

@@ -174,18 +174,25 @@ def test_a_full_queue_answers_429_with_the_time_to_wait(serve: Serve) -> None:
         assert live.context.client.num_open == 2
 
 
-def test_several_prompts_are_admitted_together_or_not_at_all(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields"), [(COMPLETIONS, {"prompt": ["a|"] * 5}), ("/v1/embeddings", {"input": ["a"] * 5})]
+)
+def test_several_prompts_are_one_request_of_the_queue(serve: Serve, path: str, fields: dict[str, Any]) -> None:
+    """They are admitted together or not at all, and count until the first of them runs."""
     live = serve(config=replace(CONFIG, max_num_seqs=1), limits=QueueLimits(max_requests=2))
-    together = {"prompt": ["a|"] * 5}  # more than the queue holds: admitted if nobody is ahead
-    assert len(httpx.post(live.url + COMPLETIONS, json=together).json()["choices"]) == 5
     live.gate.close()
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        ahead = pool.submit(httpx.post, live.url + COMPLETIONS, json=together)
-        eventually(lambda: live.engine.stats.num_waiting == 4)
-        assert httpx.post(live.url + COMPLETIONS, json=together).status_code == 429
-        assert live.context.client.num_open == 5
+        ahead = [pool.submit(httpx.post, live.url + path, json=fields)]
+        eventually(lambda: live.engine.stats.num_further == 4)
+        for num in (9, 14):
+            ahead.append(pool.submit(httpx.post, live.url + path, json=fields))
+            eventually(lambda num=num: live.context.client.num_open == num + 1)  # type: ignore[misc]
+        refused = httpx.post(live.url + path, json=fields)
+        assert (refused.status_code, "2 requests wait already" in refused.text) == (429, True)
+        assert live.context.client.num_open == 15
         live.gate.open()
-        assert ahead.result().status_code == 200
+        assert [each.result().status_code for each in ahead] == [200] * 3
+    assert live.engine.stats.num_further == 0
 
 
 def fails_on_exclamation(piece: SequenceSlice) -> str | None:

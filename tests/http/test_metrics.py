@@ -160,7 +160,15 @@ ELSEWHERE = (
     LABELLED
     | BACKGROUND
     | BLOCKS
-    | {"last_step_s", "answer_s", "spec_accepted_at", "grammar_s", "adapters_running", "adapters_waiting"}
+    | {
+        "last_step_s",
+        "answer_s",
+        "spec_accepted_at",
+        "grammar_s",
+        "adapters_running",
+        "adapters_waiting",
+        "num_further",
+    }
 )
 
 

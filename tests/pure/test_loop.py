@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,7 @@ from engine.core.scheduling.admission import MAX_RETRY_S, QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause
 from engine.core.step import StepPlan, StepResult
-from engine.core.types import AbortCause, FinishReason, StepEvents, TokenEvent
+from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 from engine.handle import EngineFacts, TakeSnapshot
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner, FakeStep
@@ -515,6 +516,22 @@ def test_requests_that_belong_together_are_admitted_all_or_none() -> None:
     assert rig.engine.stats.rejected == 1
     rig.release()
     rig.listener.wait_for(lambda: len(rig.listener.ends) == 17)
+    rig.close()
+
+
+def test_inputs_of_one_client_wait_as_one_request() -> None:
+    def inputs(name: str) -> list[Request]:
+        return [replace(request(f"{name} {i}"), is_further=i > 0) for i in range(50)]
+
+    rig = Rig(limits=QueueLimits(max_requests=2))
+    rig.block()
+    for name in "ab":
+        rig.engine.submit(*inputs(name))
+    with pytest.raises(OverloadedError, match="2 requests wait already"):
+        rig.engine.submit(*inputs("c"))
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 101)
+    assert rig.engine.stats.num_further == 0
     rig.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
-from engine.core.scheduling.admission import MAX_RETRY_S, UNKNOWN_S, OverloadControl, QueueLimits
+from engine.core.scheduling.admission import INPUTS_AS_ONE, MAX_RETRY_S, UNKNOWN_S, OverloadControl, QueueLimits
 from engine.core.stats import Stats
 from engine.core.types import Request
 from loadtest.simulation.replay import to_request
@@ -174,6 +174,15 @@ def test_a_place_for_many_tokens_takes_more_departures() -> None:
 
 def test_a_place_behind_several_takes_as_many_departures() -> None:
     assert QueueLimits(max_requests=2).count_departures(num_ahead=5, num_tokens=0) == 4
+
+
+def test_further_inputs_count_as_few_requests() -> None:
+    door = full(QueueLimits(max_requests=3), 8.0)
+    door._stats.num_waiting = door._stats.num_further = 3 * INPUTS_AS_ONE - 1
+    door.check(0.0, 3)
+    door._stats.num_waiting += 1
+    with pytest.raises(OverloadedError, match="3 requests wait already"):
+        door.check(0.0, 3)
 
 
 def test_a_wait_is_never_longer_than_clients_obey() -> None:

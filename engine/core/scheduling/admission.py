@@ -19,6 +19,7 @@ from engine.core.types import Request
 
 MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After of up to two minutes
 MIN_RETRY_S = 0.1
+INPUTS_AS_ONE = 64  # that wait; of 4 kB each, behind a limit of 1,024 requests they are at most 260 MB
 UNKNOWN_S = 1.0  # until a place is free, while no answer was completed
 
 
@@ -159,12 +160,25 @@ class OverloadControl:
         self._max_num_seqs, self._stats, self._limits = config.max_num_seqs, stats, limits
         self._retry_times = RetryTimes()
 
-    def check(self, now: float, num_new_tokens: int, *, num_unseen: int = 0, num_unseen_tokens: int = 0) -> None:
-        """Raise OverloadedError if the queue is full; `num_unseen` requests are still in the inbox."""
+    def check(
+        self,
+        now: float,
+        num_new_tokens: int,
+        *,
+        num_unseen: int = 0,
+        num_unseen_further: int = 0,
+        num_unseen_tokens: int = 0,
+    ) -> None:
+        """Raise OverloadedError if the queue is full; `num_unseen` requests are still in the inbox.
+
+        A client's request counts as one until its first input runs, and so do INPUTS_AS_ONE inputs: each takes memory.
+        """
         stats = self._stats
         num_running = stats.num_running - stats.num_background_running  # background work yields its slots
         num_waiting = stats.num_waiting + stats.num_preempted + num_unseen
         num_ahead = num_waiting - max(self._max_num_seqs - num_running, 0)  # when all free slots are taken
+        num_clients = num_waiting - stats.num_further - num_unseen_further
+        num_ahead = max(min(num_ahead, num_clients), num_ahead // INPUTS_AS_ONE)
         num_tokens = stats.num_waiting_tokens + num_unseen_tokens
         full = self._limits.find_full(num_ahead, num_tokens, num_new_tokens)
         if not full:

@@ -44,6 +44,7 @@ class StatsRecorder:
             stats.num_background_waiting += change
             return
         stats.num_waiting_tokens += change * (len(seq.tokens) - seq.kv.num_saved)
+        stats.num_further += change * seq.request.is_further
         if seq.is_resuming:
             stats.num_preempted += change
         else:
