@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import time
 import uuid
 from math import ceil
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from engine.core.shown import shorten
 from server.answers.parts import InConfig, InModels, InOwner
@@ -38,6 +40,7 @@ MAX_FILES = 10_000  # of an owner
 MAX_OPEN_BATCHES = 100
 ENDPOINTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank", "/v1/classify",
+    "/v1/moderations",
 )  # fmt: skip
 
 router = APIRouter()
@@ -191,6 +194,21 @@ async def retrieve_file(batches: InBatches, owner: InOwner, file_id: str) -> Fil
     return await batches.file(owner, file_id)
 
 
+class OpenFile(FileResponse):
+    """Sends an open file whole, whether it is deleted meanwhile or not."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        headers, number = {"x-content-type-options": "nosniff"}, file.fileno()
+        super().__init__(
+            f"/dev/fd/{number}", media_type="application/octet-stream", headers=headers, stat_result=os.fstat(number)
+        )
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
+
+
 @router.get(
     "/v1/files/{file_id}/content",
     response_class=FileResponse,
@@ -199,11 +217,11 @@ async def retrieve_file(batches: InBatches, owner: InOwner, file_id: str) -> Fil
 async def retrieve_file_content(batches: InBatches, owner: InOwner, file_id: str) -> Response:
     """Return a file's content."""
     path = batches.folder.path_of((await batches.file(owner, file_id)).id)
-    if not path.exists():
-        message = "The file's deletion was cut short and its content is gone."
-        raise ApiError(404, "file_not_found", message, "file_id")
-    headers = {"x-content-type-options": "nosniff"}
-    return FileResponse(path, media_type="application/octet-stream", headers=headers)
+    try:
+        return OpenFile(await asyncio.to_thread(path.open, "rb"))
+    except FileNotFoundError as error:
+        message = "The file is being deleted, or its deletion was cut short, and its content is gone."
+        raise ApiError(404, "file_not_found", message, "file_id") from error
 
 
 @router.delete("/v1/files/{file_id}")

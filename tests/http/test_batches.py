@@ -18,6 +18,7 @@ from harness import CONFIG, Live, eventually
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
 from server.batches.folder import NewFile
+from server.openai.batches import OpenFile
 from server.telemetry import request_log
 from tests.patience import PATIENCE_S
 
@@ -195,6 +196,23 @@ def test_files_come_and_go(client: openai.OpenAI, served: Live, tmp_path: Path) 
     for call in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError, match="There is no file"):
             call(file.id)
+
+
+def test_a_file_that_is_deleted_while_it_is_read_is_sent_whole(tmp_path: Path) -> None:
+    content, sent = bytes(range(256)) * 1000, list[Any]()
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    answer = OpenFile(path.open("rb"))
+    path.unlink()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "headers": [(b"range", b"bytes=7-")], "asgi": {"spec_version": "2.4"}}
+    asyncio.run(answer(scope, None, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 206
+    assert b"".join(each["body"] for each in sent[1:]) == content[7:]
+    assert answer._file.closed
 
 
 # -- input that is wrong -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import httpx
+import openai
 import pytest
 from harness import APP, END, TEMPLATE, Gate, Live, byte_tokenizer, parts_of
 
@@ -72,13 +73,16 @@ def guarded() -> Iterator[Callable[..., Live]]:
             fail: Any = None,
             strict: bool = False,
             tenants: Path | None = None,
+            data_dir: Path | None = None,
             chat_template: str = TEMPLATE,
             limits: QueueLimits = QueueLimits(),  # noqa: B008 - immutable
             **more: Any,
         ) -> Live:
             guard = Live(runner=GuardRunner, fail=fail, limits=limits, place="thread")
             chat = Live(place="thread", **more)
-            config = replace(APP, guard="judge", guard_every=EVERY, guard_strict=strict, tenants=tenants)
+            config = replace(
+                APP, guard="judge", guard_every=EVERY, guard_strict=strict, tenants=tenants, data_dir=data_dir
+            )
             chat.app = make_app(
                 [
                     (Entry(config=config), LoadedModel(chat.engine, byte_tokenizer(chat_template))),
@@ -305,6 +309,19 @@ def test_moderations_are_on_the_tenants_account(guarded: Callable[..., Live], tm
         assert [each["flagged"] for each in answer.json()["results"]] == [False, True] * 2
         refused = poor.post("/v1/moderations", json=body)
         assert (refused.status_code, refused.headers["x-ratelimit-remaining-tokens"]) == (429, "0")
+
+
+def test_moderations_are_lines_of_batches(guarded: Callable[..., Live], tmp_path: Path) -> None:
+    live = guarded(data_dir=tmp_path)
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any") as client:
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/moderations"}
+        line["body"] = {"model": "judge", "input": ["quiet", "a bomb"]}
+        file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/moderations", completion_window="24h")
+        eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
+        output = client.batches.retrieve(batch.id).output_file_id
+        [answer] = [json.loads(each) for each in client.files.content(output).text.splitlines()]
+        assert [each["flagged"] for each in answer["response"]["body"]["results"]] == [False, True]
 
 
 def test_qwens_guard_and_what_is_controversial(guarded: Callable[..., Live]) -> None:
