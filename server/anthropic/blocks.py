@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -65,6 +65,9 @@ class ImageBlockSource(RequestBody):
 
 class Block(RequestBody):
     """A content block. The fields that it needs depend on its type."""
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"data", "signature"})  # of thoughts that are sent back
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},), "citations": ([],)}
 
     type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"] = Field(
         description="Which kind of object this is."

@@ -72,6 +72,8 @@ def _overflow(error: ContextLengthError) -> str:
 class MessageTool(RequestBody):
     """One entry of `tools`."""
 
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})  # arguments are sent as they are written
+
     type: Literal["custom"] = Field("custom", description="Which kind of object this is.")
     name: ToolName = Field(description="Its name.")
     description: str | None = Field(None, description="What it is for; the model reads it.")
@@ -218,11 +220,6 @@ class CountBody(TranslatedBody):
             raise InvalidRequestError(message, param="output_format")
         return self
 
-    def ignored_fields(self) -> list[str]:
-        """Return also the ignored fields of the marks within blocks and tools."""
-        marks = [f"{at}cache_control.{name}" for at, _, mark in self._marks() if at for name in mark.ignored_fields()]
-        return super().ignored_fields() + list(dict.fromkeys(marks))
-
     def _edits_are_idle(self, limits: ModelLimits) -> bool:
         """Return True: edits that would change something are refused."""
         if self.context_management is not None:
@@ -255,25 +252,22 @@ class CountBody(TranslatedBody):
     def retained(self, chat: ChatBody) -> list[tuple[float, ChatBody | None]]:
         """Return durations and the beginnings to retain; None is the whole of `chat`."""
         end = end_of(self.messages[-1].content, len(self.messages))
-        marks = ((place, mark) for _, place, mark in self._marks())
         return [
             (seconds, None if place == end else self._beginning(chat, place))
-            for seconds, place in last_marks(marks).items()
+            for seconds, place in last_marks(self._marks()).items()
         ]
 
-    def _marks(self) -> Iterator[tuple[str, MarkPosition, CacheControl]]:
-        """Yield each mark, its place, and the field that it is in."""
+    def _marks(self) -> Iterator[tuple[MarkPosition, CacheControl]]:
+        """Yield each mark and its place."""
         system = self.system or []
         for tool in self.tools:
             if tool.cache_control is not None:  # many templates show the system prompt before the tools
-                yield "tools.", end_of(system, 0), tool.cache_control
-        for place, mark in marks_in(system, 0):
-            yield "system.", place, mark
+                yield end_of(system, 0), tool.cache_control
+        yield from marks_in(system, 0)
         for number, turn in enumerate(self.messages, start=1):
-            for place, mark in marks_in(turn.content, number):
-                yield "messages.", place, mark
+            yield from marks_in(turn.content, number)
         if self.cache_control is not None:
-            yield "", end_of(self.messages[-1].content, len(self.messages)), self.cache_control
+            yield end_of(self.messages[-1].content, len(self.messages)), self.cache_control
 
     def _beginning(self, chat: ChatBody, place: MarkPosition) -> ChatBody:
         """Return the chat up to a place, with a placeholder if it has no message."""

@@ -20,6 +20,8 @@ TEXT_OR_LIST = "Input should be a string or a list, not 5"
 TEXT = {"prompt": "x|"}
 HELLO = {"messages": [{"role": "user", "content": "x"}]}
 TOOL = {"type": "function", "function": {"name": "a"}}
+PART = {"type": "text", "text": "x"}
+CALLS = [{"id": "b", "index": 0, "x": 1, "function": {"name": "a", "arguments": "{}"}}]
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -383,6 +385,35 @@ HINTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"input": "x", "priority": 1, "stream_options": {}}, "priority, stream_options"),
     ("/v1/messages", {"messages": HELLO["messages"], "max_tokens": 3, "priority": 1}, "priority"),
     ("/v1/responses", {"input": "x", "include": ["reasoning.encrypted_content", "all"]}, "include.all"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{**PART, "cache_control": {}}] * 2, "name": "of the template"}]},
+        "messages.content.cache_control",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": CALLS}], "tools": [{**TOOLS[0], "x": 1}]},
+        "messages.tool_calls.x",
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "x", "y": 1}], "phase": "z", "status": "?"}
+            ]
+        },
+        "input.content.y, input.phase",
+    ),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": [{**PART, "citations": [], "x": 1}], "y": 1}], "max_tokens": 3},
+        "messages.y, messages.content.x",
+    ),
+    (
+        "/v1/messages",
+        {**HELLO, "max_tokens": 3, "tools": [{"name": "a", "input_schema": {}, "defer_loading": True}]},
+        "tools.defer_loading",
+    ),
     ("/v1/responses", {"input": "x", "context_management": [{"type": "compaction"}]}, "context_management"),
 ]
 
@@ -424,6 +455,19 @@ def test_what_asks_for_nothing_is_taken_without_a_word(http: httpx.Client, field
     response = http.post(CHAT, json={**HELLO, **fields})
     assert response.status_code == 200, response.text
     assert "x-quire-ignored-fields" not in response.headers
+
+
+def test_answers_are_taken_back_whole(strict: Live) -> None:
+    """Where fields without effect are refused."""
+    with httpx.Client(base_url=strict.url) as http:
+        said = http.post("/v1/responses", json={"input": "x", "include": ["message.output_text.logprobs"]}).json()
+        items = [{"role": "user", "content": "x"}, *said["output"], {"role": "user", "content": "y"}]
+        assert http.post("/v1/responses", json={"input": items}).status_code == 200
+        block = http.post("/v1/messages", json={**HELLO, "max_tokens": 3}).json()
+        turns = [*HELLO["messages"], {"role": "assistant", "content": block["content"]}, *HELLO["messages"]]
+        assert http.post("/v1/messages", json={"messages": turns, "max_tokens": 3}).status_code == 200
+        message = http.post(CHAT, json=HELLO).json()["choices"][0]["message"]
+        assert http.post(CHAT, json={"messages": [*HELLO["messages"], message]}).status_code == 200
 
 
 def test_a_field_that_nobody_knows_is_told(live: Live, http: httpx.Client) -> None:

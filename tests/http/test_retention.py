@@ -152,7 +152,7 @@ def test_what_nobody_knows_in_a_mark_is_told(http: httpx.Client) -> None:
     messages = [{"role": "user", "content": [text("x", **mark), text("y", **mark)]}]
     body = {"model": "parrot", "max_tokens": 1, "messages": messages, **mark}
     told = http.post("/v1/messages", json=body).headers["x-quire-ignored-fields"]
-    assert sorted(told.replace(" ", "").split(",")) == ["cache_control.colour", "messages.cache_control.colour"]
+    assert sorted(told.replace(" ", "").split(",")) == ["cache_control.colour", "messages.content.cache_control.colour"]
 
 
 @pytest.mark.parametrize("where", ["top", "tool", "last"])

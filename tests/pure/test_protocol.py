@@ -88,6 +88,11 @@ def test_a_nested_field_is_named_in_full() -> None:
     assert error.message.startswith("text.1.verbosity is not supported: ")
 
 
+def test_the_unknown_fields_of_items_are_named_once() -> None:
+    body = Outer.model_validate({"text": [{"colour": "red", "a": 1}, {"a": 2}, {"colour": "any"}]})
+    assert body.ignored_fields() == ["text.colour", "text.a"]
+
+
 @pytest.mark.parametrize("name", sorted(ChatBody.HINTS))
 def test_a_hint_is_dropped_and_named(name: str) -> None:
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], name: {"some": "value"}})

@@ -186,6 +186,8 @@ class RequestBody(BaseModel):
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {}
     # the types of tools that the client runs, where the body has tools
     OWN_TOOLS: ClassVar[Sequence[str | None]] = ()
+    # whether unknown fields are for the chat template to read
+    FOR_TEMPLATE: ClassVar[bool] = False
     # declared field -> whether a body that sets it sets it in vain, with this model and these settings
     IDLE: ClassVar[IdleFields] = {}
 
@@ -214,16 +216,19 @@ class RequestBody(BaseModel):
         return [*self.ignored_fields(), *self.dropped_hints(limits)]
 
     def ignored_fields(self) -> list[str]:
-        """Return the unknown fields, also of objects in fields, and the hints that no model follows, fit for a header."""
-        extra = self.model_extra or {}
+        """Return the unknown fields, also of objects within, and the hints that no model follows, fit for a header."""
+        extra = {} if self.FOR_TEMPLATE else self.model_extra or {}
         names = [
             name
             for name, value in extra.items()
             if name not in self.NO_OPS and name not in self.UNSUPPORTED and value not in self.HINTS.get(name, ())
         ]
-        parts = [(name, value) for name, value in self.__dict__.items() if isinstance(value, RequestBody)]
-        nested = [f"{at}.{name}" for at, part in parts for name in part.ignored_fields()]
-        return [ascii(shorten(name))[1:-1] for name in names] + nested
+        shown = [ascii(shorten(name))[1:-1] for name in names]
+        for at, value in self.__dict__.items():
+            parts = value if isinstance(value, list) else [value]
+            if parts and isinstance(parts[0], RequestBody):
+                shown += [f"{at}.{name}" for part in parts for name in part.ignored_fields()]
+        return list(dict.fromkeys(shown))
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return the declared fields that this model or server cannot follow."""

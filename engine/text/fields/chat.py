@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -58,6 +58,30 @@ def join_parts(content: Any, kinds: Mapping[str, str], param: str, image: str = 
     return parts if any(part["type"] == "image_url" for part in parts) else "\n".join([part["text"] for part in parts])
 
 
+_PART_FIELDS = frozenset({"type", "text", "refusal", "image_url", "url", "detail", "annotations", "logprobs"})
+
+
+def with_unknown(data: Any, name: str, *fields: str) -> Any:
+    """Return a body with the unknown fields of parts, in these fields of its turns, as fields of the body itself.
+
+    Parts are joined to texts; so these fields are reported all the same.
+    """
+    turns = data.get(name) if isinstance(data, dict) else None
+    if not isinstance(turns, list):
+        return data
+    contents = [(f"{name}.{field}", turn.get(field)) for turn in turns if isinstance(turn, dict) for field in fields]
+    return {**data, **{unknown: True for at, content in contents for unknown in _unknown(content, at)}}
+
+
+def _unknown(parts: Any, at: str) -> Iterator[str]:
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict):
+            yield from (
+                f"{at}.{name}" for name, value in part.items() if name not in _PART_FIELDS and value is not None
+            )
+            yield from _unknown([part.get("image_url")], f"{at}.image_url")
+
+
 def _image_part(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return an image in chat's form; the address is an object's or, as in Responses, stands beside the detail."""
     found = part.get("image_url")
@@ -74,8 +98,9 @@ _as_content = partial(join_parts, kinds={"text": "text"}, param="messages", imag
 
 
 class Message(RequestBody):
-    """One turn of a conversation; other fields are for the chat template to read."""
+    """One turn of a conversation."""
 
+    FOR_TEMPLATE = True
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {  # templates would pass over what was said there
         "images": Refused(([],), "send images in parts of content"),
         "function_call": Refused((), "send tool_calls"),
@@ -142,6 +167,11 @@ class Conversation(RequestBody):
     mm_processor_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="min_pixels and max_pixels that Qwen's image processor makes images of."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _look_at_parts(cls, data: Any) -> Any:
+        return with_unknown(data, "messages", "content")
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:

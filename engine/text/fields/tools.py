@@ -19,10 +19,12 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class Function(RequestBody):
-    """A tool's function. Its other fields are for the chat template to read.
+    """A tool's function.
 
     `strict` makes every call of it valid; otherwise a call that the model may leave out has the arguments it writes.
     """
+
+    FOR_TEMPLATE = True
 
     name: ToolName = Field(description="Its name.")
     description: str | None = Field(None, description="What it is for; the model reads it.")
@@ -45,6 +47,7 @@ class Tool(RequestBody):
     """One entry of `tools`."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {"strict": Refused((False,), "send it in function")}
+    FOR_TEMPLATE = True
 
     type: Literal["function"] = Field(description="Which kind of object this is.")
     function: Function = Field(description="The function.")
@@ -82,6 +85,8 @@ ToolChoiceField = Annotated[
 
 
 class CalledFunction(RequestBody):
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
+
     name: str = Field(description="Its name.")
     arguments: str | dict[str, Any] = Field("", description="The arguments as JSON.")
 
@@ -105,6 +110,8 @@ class CalledFunction(RequestBody):
 
 class ToolCall(RequestBody):
     """A call in an assistant's message of an earlier turn."""
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"index"})
 
     id: str | None = Field(None, description="The identifier of the call or item.")
     type: Literal["function"] = Field("function", description="Which kind of object this is.")

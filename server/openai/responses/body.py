@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from engine.core.errors import InvalidRequestError, UnsupportedError
 from engine.core.shown import shorten
 from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody, or_text, refused_field
-from engine.text.fields.chat import Content, join_parts
+from engine.text.fields.chat import Content, join_parts, with_unknown
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import Function
 from server.answers.body import ChatBody
@@ -31,6 +31,8 @@ Thoughts = Annotated[str, BeforeValidator(_thoughts, json_schema_input_type=list
 
 class Item(RequestBody):
     """One item of `input`. The fields that it needs depend on its type; a reference stands for a stored item."""
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"status", "parsed_arguments"})
 
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = Field(
         "message", description="Which kind of object this is."
@@ -181,7 +183,7 @@ MAX_PAIRS = 16  # of metadata
 
 
 class FunctionTool(Function):
-    """One entry of `tools`; unknown fields are passed on to the chat template."""
+    """One entry of `tools`."""
 
     type: Literal["function"] = Field(description="Which kind of object this is.")
 
@@ -330,6 +332,11 @@ class InputBody(TranslatedBody):
     reasoning: ReasoningConfig = Field(
         default_factory=ReasoningConfig, description="How much the model reasons before it answers."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _look_at_parts(cls, data: Any) -> Any:
+        return with_unknown(data, "input", "content", "output", "summary")
 
     @model_validator(mode="after")
     def _check_names(self) -> InputBody:
