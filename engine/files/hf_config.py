@@ -31,11 +31,10 @@ class HFConfig:
 
     def size(self, key: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
         """Return an integer of at least 1, within the bounds of memory."""
-        if self.integer(key, default) < 1:
-            raise self.error(key, "an integer of at least 1")
-        if self.integer(key, default) > most:
-            raise self.error(key, f"at most {most}")
-        return self.integer(key, default)
+        found = self.integer(key, default)
+        self.require(found >= 1, key, "an integer of at least 1")
+        self.require(found <= most, key, f"at most {most}")
+        return found
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number."""
@@ -43,15 +42,13 @@ class HFConfig:
         if type(value) is int and abs(value) < _MAX_SIZE:  # JSON writes 10000.0 and 10000 alike
             return float(value)
         found = self._read(key, float, default)
-        if not math.isfinite(found):
-            raise self.error(key, "a finite number")
+        self.require(math.isfinite(found), key, "a finite number")
         return found
 
     def positive(self, key: str, default: float | None = None) -> float:
         """Return a finite number above 0."""
         found = self.number(key, default)
-        if found <= 0:
-            raise self.error(key, "a number above 0")
+        self.require(found > 0, key, "a number above 0")
         return found
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -70,8 +67,7 @@ class HFConfig:
     def chosen(self, key: str, known: Mapping[str, Known], default: str | None = None) -> Known:
         """Return what a string stands for."""
         name = self.text(key, default)
-        if name not in known:
-            raise self.error(key, f"one of {', '.join(known)}")
+        self.require(name in known, key, f"one of {', '.join(known)}")
         return known[name]
 
     def optional_integer(self, key: str) -> int | None:
@@ -96,15 +92,12 @@ class HFConfig:
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of strings."""
         values = self._list(key)
-        if not all(isinstance(value, str) for value in values):
-            raise self.error(key, "a list of strings")
+        self.require(all(isinstance(value, str) for value in values), key, "a list of strings")
         return tuple(values)
 
     def section(self, key: str) -> HFConfig:
         """Return the object under `key`; an empty one if it is absent."""
-        value = self.values.get(key)
-        if value is None:
-            value = {}
+        value = self.values[key] if self.has(key) else {}
         if not isinstance(value, Mapping):
             raise self.error(key, "an object")
         return HFConfig(value, f"{self.source}, {key}")
@@ -117,6 +110,11 @@ class HFConfig:
         value = self.values.get(key)
         found = "is missing" if value is None else f"is {value!r:.200}"
         return ModelLoadError(f"{self.source}: {key!r} {found}; Quire needs {wanted}.")
+
+    def require(self, condition: bool, key: str, wanted: str) -> None:
+        """Raise that error unless the value is usable."""
+        if not condition:
+            raise self.error(key, wanted)
 
     def refuse(self, key: str, why: str) -> None:
         """Raise if the setting is on: it changes the answer and is not implemented."""

@@ -293,8 +293,7 @@ def _require_compressed(hf: HFConfig, name: str) -> None:
 def _arguments(hf: HFConfig) -> Settings:
     """Return the settings of a group's `weights`."""
     bits = hf.integer("num_bits", 8)
-    if bits not in _PACKED_BITS:
-        raise hf.error("num_bits", "1 to 8")
+    hf.require(bits in _PACKED_BITS, "num_bits", "1 to 8")
     block = hf.values.get("block_structure")
     sides = _block(hf, "block_structure", block) if block is not None else (128, 128)
     return Settings(bits, _group(hf, "group_size", 0) if hf.has("group_size") else 0, block=sides)

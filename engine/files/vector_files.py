@@ -162,16 +162,14 @@ def _pooling(config: HFConfig) -> Pooling:
         raise ModelLoadError(
             f"{config.source}: vectors are pooled by {' and '.join(names) or 'nothing'}; Quire has one of {', '.join(_POOLINGS)}."
         )
-    if not config.flag("include_prompt", True) and names[0] != "lasttoken":
-        raise config.error("include_prompt", "true")
+    config.require(config.flag("include_prompt", True) or names[0] == "lasttoken", "include_prompt", "true")
     return _POOLINGS[names[0]]
 
 
 def _dense(folder: Path) -> DenseModule:
     config = _object(folder / "config.json")
     name = config.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
-    if name not in _ACTIVATIONS:
-        raise config.error("activation_function", f"one of {', '.join(_ACTIVATIONS)}")
+    config.require(name in _ACTIVATIONS, "activation_function", f"one of {', '.join(_ACTIVATIONS)}")
     sizes = config.size("in_features"), config.size("out_features")
     return DenseModule(folder, *sizes, config.flag("bias", True), _ACTIVATIONS[name])
 

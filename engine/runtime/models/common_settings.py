@@ -90,8 +90,7 @@ def layer_types(hf: HFConfig, types: Sequence[str], kinds: Collection[str] = (SL
 def taps(hf: HFConfig, key: str, default: int) -> int:
     """Return the taps of a convolution along the tokens."""
     found = hf.size(key, default)
-    if found < 2:
-        raise hf.error(key, "2 or more, because a state keeps the tokens before")
+    hf.require(found >= 2, key, "2 or more, because a state keeps the tokens before")
     return found
 
 

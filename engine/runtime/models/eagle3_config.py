@@ -34,8 +34,7 @@ def read_eagle3(hf: HFConfig, target: ModelConfig) -> Eagle3Config:
     """Return a draft's settings. Raises ModelLoadError, or ConfigError for one that was made for another target."""
     layers = hf.section("transformer_layer_config") if hf.has("transformer_layer_config") else hf
     layers = servable(HFConfig({"model_type": "llama", **layers.values}, layers.source))
-    if layers.text("model_type") not in _LAYERS:
-        raise layers.error("model_type", f"{' or '.join(_LAYERS)} for an EAGLE-3 draft")
+    layers.require(layers.text("model_type") in _LAYERS, "model_type", f"{' or '.join(_LAYERS)} for an EAGLE-3 draft")
     model, settings = read_config(layers.values, layers.source), _Settings(hf)
     if settings.section("eagle_config").values.get("use_aux_hidden_state") is False:
         raise settings.section("eagle_config").error("use_aux_hidden_state", "true, as EAGLE-3 has it")

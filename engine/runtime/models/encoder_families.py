@@ -72,8 +72,7 @@ class EncoderConfig:
 def bert(hf: HFConfig) -> EncoderConfig:
     """BERT: MiniLM, BGE, E5, and others of its layout."""
     num_layers = hf.size("num_hidden_layers")
-    if hf.text("position_embedding_type", "absolute") != "absolute":
-        raise hf.error("position_embedding_type", "'absolute'")
+    hf.require(hf.text("position_embedding_type", "absolute") == "absolute", "position_embedding_type", "'absolute'")
     hf.refuse("is_decoder", "an encoder attends both ways")
     return EncoderConfig(
         vocab_size=hf.size("vocab_size"),
@@ -193,16 +192,14 @@ ENCODERS: Mapping[str, Callable[[HFConfig], EncoderConfig]] = {
 def read_encoder(hf: HFConfig) -> EncoderConfig:
     """Return the settings of an encoder. Raises ModelLoadError."""
     own = ENCODERS[hf.text("model_type")](hf)
-    if own.hidden_size % own.num_heads:
-        raise hf.error("hidden_size", f"a multiple of its {own.num_heads} heads")
+    hf.require(own.hidden_size % own.num_heads == 0, "hidden_size", f"a multiple of its {own.num_heads} heads")
     return own
 
 
 def _require(hf: HFConfig, **wanted: object) -> None:
     """Raise ModelLoadError for a config that has other values."""
     for key, value in wanted.items():
-        if hf.has(key) and hf.values[key] != value:
-            raise hf.error(key, repr(value))
+        hf.require(not hf.has(key) or hf.values[key] == value, key, repr(value))
 
 
 def _rotated(hf: HFConfig, *, theta: float, activation: str, has_biases: bool) -> EncoderConfig:

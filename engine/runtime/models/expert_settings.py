@@ -93,8 +93,7 @@ def gpt_oss_experts(hf: HFConfig) -> Mixtures:
 def deepseek_v2_experts(hf: HFConfig) -> Mixtures:
     """Return DeepSeek-V2's mixtures: softmax scores, groups by their best expert."""
     method = hf.text("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise hf.error("topk_method", "'greedy' or 'group_limited_greedy'")
+    hf.require(method in ("greedy", "group_limited_greedy"), "topk_method", "'greedy' or 'group_limited_greedy'")
     is_grouped = method == "group_limited_greedy"
     router = RouterConfig(
         num_experts=_num_experts(hf, 64),
@@ -136,8 +135,7 @@ def lfm2_experts(hf: HFConfig) -> Mixtures:
 
 def nemotron_experts(hf: HFConfig) -> Mixtures:
     """Return Nemotron 3's mixtures, which have DeepSeek-V3's router, no gates, and perhaps latent experts."""
-    if hf.integer("n_shared_experts", 1) != 1:
-        raise hf.error("n_shared_experts", "1")
+    hf.require(hf.integer("n_shared_experts", 1) == 1, "n_shared_experts", "1")
     router = _sigmoid_router(hf, num_experts=8, num_groups=1, num_chosen_groups=1, scale=1.0, num_chosen=2)
     moe = MoEConfig(
         router=router,
@@ -208,8 +206,7 @@ def _checked(hf: HFConfig, moes: Mixtures) -> Mixtures:
     group = router.num_experts // router.num_groups
     if router.num_experts % router.num_groups or (router.group_scoring is GroupScoring.TOP2 and group < 2):
         raise hf.error("n_group", f"a number of groups that divides {router.num_experts} experts, two or more a group")
-    if router.num_chosen_groups > router.num_groups:
-        raise hf.error("topk_group", f"at most {router.num_groups} groups")
+    hf.require(router.num_chosen_groups <= router.num_groups, "topk_group", f"at most {router.num_groups} groups")
     if router.num_chosen > router.num_chosen_groups * group:
         raise hf.error("num_experts_per_tok", f"at most {router.num_chosen_groups * group} experts to choose from")
     if moe.shared_width < 0:
@@ -224,6 +221,5 @@ def _num_experts(hf: HFConfig, default: int) -> int:
 
 
 def _silu(hf: HFConfig) -> Activation:
-    if hf.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise hf.error("hidden_act", "'silu' in a mixture of experts")
+    hf.require(hf.text("hidden_act", "silu") in ("silu", "swish"), "hidden_act", "'silu' in a mixture of experts")
     return Activation.SILU

@@ -44,8 +44,7 @@ _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "origin
 def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
     """Return the ModelConfig of a config.json; `source` is named in errors."""
     hf = HFConfig(values, source)
-    if hf.text("model_type") not in FAMILIES:
-        raise hf.error("model_type", f"one of {', '.join(FAMILIES)}")
+    hf.require(hf.text("model_type") in FAMILIES, "model_type", f"one of {', '.join(FAMILIES)}")
     config = family_of(hf.text("model_type"))(hf)
     for heads in {layer.heads for layer in config.layers}:
         if heads.num_heads % heads.num_kv_heads:
@@ -92,8 +91,7 @@ def smollm3(hf: HFConfig) -> ModelConfig:
     """SmolLM3: every fourth layer has no positions; only those may have a window."""
     num_layers, every = common.num_layers(hf), hf.size("no_rope_layer_interval", 4)
     turned = hf.numbers("no_rope_layers") if hf.has("no_rope_layers") else [(i + 1) % every for i in range(num_layers)]
-    if len(turned) != num_layers:
-        raise hf.error("no_rope_layers", f"{num_layers} entries, one a layer")
+    hf.require(len(turned) == num_layers, "no_rope_layers", f"{num_layers} entries, one a layer")
     windows: list[int | None] = [None] * num_layers
     if hf.flag("use_sliding_window"):
         windows = common.windows(hf, [common.FULL if flag else common.SLIDING for flag in turned])

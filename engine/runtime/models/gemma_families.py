@@ -83,13 +83,10 @@ def gemma3n(hf: HFConfig) -> ModelConfig:
     """Gemma 3n's text model: several residual streams, inputs of layers, shared keys and values, sparse gates."""
     num_layers = common.num_layers(hf)
     types = common.layer_types(hf, [common.SLIDING if (i + 1) % 5 else common.FULL for i in range(num_layers)])
-    if hf.integer("altup_active_idx", 0):
-        raise hf.error("altup_active_idx", "0")
+    hf.require(not hf.integer("altup_active_idx", 0), "altup_active_idx", "0")
     widths = [*hf.numbers("intermediate_size")] if isinstance(hf.values.get("intermediate_size"), list) else []
-    if not all(each >= 1 and each.is_integer() for each in widths):
-        raise hf.error("intermediate_size", "integers of at least 1")
-    if not 2 <= hf.integer("altup_num_inputs", 4) <= _MOST_STREAMS:
-        raise hf.error("altup_num_inputs", f"2 to {_MOST_STREAMS}")
+    hf.require(all(each >= 1 and each.is_integer() for each in widths), "intermediate_size", "integers of at least 1")
+    hf.require(2 <= hf.integer("altup_num_inputs", 4) <= _MOST_STREAMS, "altup_num_inputs", f"2 to {_MOST_STREAMS}")
     hf = HFConfig({**hf.values, **({"intermediate_size": int(max(widths))} if widths else {})}, hf.source)
     sparse = [0.95] * (10 if num_layers > 10 else 0) + [0.0] * num_layers
     if hf.has("activation_sparsity_pattern"):

@@ -134,8 +134,7 @@ def _from_tokens(
     backend = tokenizers.Tokenizer.from_file(str(file))
     found = [backend.token_to_id(token) for token in settings.label_tokens]
     ids = [token_id for token_id in found if token_id is not None]
-    if len(ids) < len(found):
-        raise config.error("classifier_from_token", "tokens of the model's tokenizer")
+    config.require(len(ids) >= len(found), "classifier_from_token", "tokens of the model's tokenizer")
     name = "model.embed_tokens.weight" if config.flag("tie_word_embeddings") else "lm_head.weight"
     shape = config.size("vocab_size"), hidden
 

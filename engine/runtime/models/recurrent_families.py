@@ -241,8 +241,7 @@ def nemotron_h(hf: HFConfig) -> ModelConfig:
     """Nemotron-H and Nemotron 3: each layer is Mamba-2, attention, an MLP of squared ReLUs or a mixture of them, alone."""
     for key in ("attention_bias", "mlp_bias", "sliding_window"):
         hf.refuse(key, "no layer of this family has it")
-    if hf.text("mlp_hidden_act", "relu2") != "relu2":
-        raise hf.error("mlp_hidden_act", "relu2, which is without gates")
+    hf.require(hf.text("mlp_hidden_act", "relu2") == "relu2", "mlp_hidden_act", "relu2, which is without gates")
     head_dim = hf.size("head_dim", hf.size("attention_head_dim", 128))
     layers = one_part_layers(HFConfig({**hf.values, "head_dim": head_dim}, hf.source))
     return replace(
@@ -350,8 +349,7 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = Fal
         )
     if common.activation(hf, "hidden_act", "silu") is not Activation.SILU:
         raise hf.error("hidden_act", "silu, which the convolution has too")
-    if not hf.flag("attn_output_gate", True):
-        raise hf.error("attn_output_gate", "true")
+    hf.require(hf.flag("attn_output_gate", True), "attn_output_gate", "true")
     layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in common.layers(hf, moes=moes)]
     is_linear = [kind == _LINEAR for kind in common.layer_types(hf, types, (_LINEAR, common.FULL))]
     return replace(
@@ -366,8 +364,7 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = Fal
 def _multipliers(hf: HFConfig, key: str, num: int) -> tuple[float, ...]:
     """Return so many numbers above 0, or ones if the key is absent."""
     found = hf.numbers(key) if hf.has(key) else (1.0,) * num
-    if len(found) != num or min(found) <= 0:
-        raise hf.error(key, f"{num} numbers above 0")
+    hf.require(len(found) == num and min(found) > 0, key, f"{num} numbers above 0")
     return found
 
 

@@ -70,8 +70,7 @@ def _mamba(file: File, names: Sequence[str]) -> dict[str, Any]:
     """Return the sizes of Mamba-2 layers by the names that a family has for them, in the order of these tables."""
     meta, num_heads = file.meta, file.meta.size("ssm.time_step_rank")
     width = meta.size("ssm.inner_size")
-    if width % num_heads:
-        raise meta.error("ssm.time_step_rank", f"a number that divides ssm.inner_size, {width}")
+    meta.require(width % num_heads == 0, "ssm.time_step_rank", f"a number that divides ssm.inner_size, {width}")
     sizes = (meta.size(f"ssm.{key}") for key in ("group_count", "state_size", "conv_kernel"))
     biases = (has(file, f"{tensor}.bias") for tensor in ("ssm_conv1d", "ssm_in"))
     return dict(zip(names, (width, num_heads, width // num_heads, *sizes, *biases), strict=True))
