@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import Adapter, Params, Pooling, PoolingParams
+from engine.core.types import Adapter, Pooling
 from engine.core.types import SamplingParams as EngineParams
 from engine.llm.arguments import check_choice, typed
 from engine.llm.job import (
@@ -61,7 +61,9 @@ class VectorMethods(ABC):
         """Return a prompt and its tokens."""
 
     @abstractmethod
-    def _job(self, read: ReadPrompt, ids: Sequence[int], params: Params, rules: TextRules, body: QueueFields) -> Job:
+    def _job(
+        self, read: ReadPrompt, ids: Sequence[int], params: EngineParams, rules: TextRules, body: QueueFields
+    ) -> Job:
         """Return the job of a prompt."""
 
     @typed(InvalidRequestError)
@@ -215,11 +217,12 @@ class VectorMethods(ABC):
             for place, vector, job in zip(places, vectors[len(firsts) :], others, strict=True)
         ]
 
-    def _pooled(self, pooling: str, lora: str | None) -> PoolingParams:
+    def _pooled(self, pooling: str, lora: str | None) -> EngineParams:
         check_choice("pooling", pooling, [each.value for each in Pooling], ("auto",))
-        return PoolingParams(pooling=VectorReader(self._limits).pooling(pooling), adapter=self._adapter(lora))
+        kind = VectorReader(self._limits).pooling(pooling)
+        return EngineParams(max_tokens=0, pooling=kind, adapter=self._adapter(lora))
 
-    def _reading(self, prompt: Prompt, params: Params, truncation: Truncation = _WHOLE, before: str = "") -> Job:
+    def _reading(self, prompt: Prompt, params: EngineParams, truncation: Truncation = _WHOLE, before: str = "") -> Job:
         """Return the job of a prompt that is only read. Raises ClientError."""
         read, reader = read_prompt(prompt), VectorReader(self._limits)
         if read.images:
@@ -234,7 +237,9 @@ class VectorMethods(ABC):
         self._limits.check_readable(len(ids), "prompts")
         return self._job(read, ids, params, _RULES, _IN_TURN)
 
-    def _pair(self, first: str, second: str, names: tuple[str, str], params: Params, truncation: Truncation) -> Job:
+    def _pair(
+        self, first: str, second: str, names: tuple[str, str], params: EngineParams, truncation: Truncation
+    ) -> Job:
         ids = VectorReader(self._limits).pair(first, second, names, truncation)
         return self._job(read_prompt(first), ids, params, _RULES, _IN_TURN)
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, read_each
-from engine.core.types import Adapter, PoolingParams, PromptInfo
+from engine.core.types import Adapter, PromptInfo, SamplingParams
 from engine.core.types import Request as EngineRequest
 from engine.text.chat.choice import TextRules
 from engine.text.fields.body import Integer, Refused
@@ -305,6 +305,6 @@ async def read_inputs(
     return responder.requests(body, adapter, prompts, [pooling_params(model, config)] * len(prompts))
 
 
-def pooling_params(model: ServedModel, config: AppConfig) -> PoolingParams:
+def pooling_params(model: ServedModel, config: AppConfig) -> SamplingParams:
     """Return the parameters of prompts that are pooled."""
-    return PoolingParams(pooling=model.reader.pooling(config.pooling))
+    return SamplingParams(max_tokens=0, pooling=model.reader.pooling(config.pooling))

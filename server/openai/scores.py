@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError, read_each
-from engine.core.types import Params, PromptInfo, SamplingParams
+from engine.core.types import PromptInfo, SamplingParams
 from engine.text.fields.body import Integer, Refused, RequestBody, or_text
 from engine.text.fields.sampling import listed
 from engine.text.prompt_results import (
@@ -116,7 +116,7 @@ class _Plan(NamedTuple):
     """Which prompts to read, and how scores are made of them."""
 
     prompts: Sequence[Sequence[int]]
-    params: Params
+    params: SamplingParams
     shape: Callable[[int, PromptInfo], Any]  # what to keep of a prompt
     finish: Callable[[list[Any]], list[float]] = lambda scores: scores
 
