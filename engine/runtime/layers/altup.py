@@ -150,7 +150,6 @@ class AltUpLayer:
     """A layer over several streams."""
 
     is_capturable = True
-    lacking = ""
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, *, state: int) -> None:
         """`state` is the number of states of all layers before."""
@@ -251,7 +250,6 @@ class SparseMLP:
     """An MLP whose gates are 0 below a share of them: their mean plus so many standard deviations is taken off first."""
 
     is_capturable = True
-    lacking = ""
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, sparsity: float) -> None:
         make = make.within("mlp")

@@ -146,11 +146,6 @@ class DecoderLayer:
         is_fit = self._feed_forward is None or self._feed_forward.is_capturable
         return self._has_kernels and takes_states and is_fit
 
-    @property
-    def lacking(self) -> str:
-        """Return a matrix without which the native library cannot compute the feed-forward; "" for none."""
-        return "" if self._feed_forward is None else self._feed_forward.lacking
-
     def describe(self, rotary: int) -> LayerArgs | None:
         """Describe the loaded layer, of this rotary or -1, to the native library; None if that cannot compute it."""
         parts = {"mixer": self._mixer, "beside": self._beside, "feed_forward": self._feed_forward, "gate": self._gate}

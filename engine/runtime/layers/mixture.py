@@ -105,7 +105,6 @@ class MoE:
         self._clamp, self._activation, self._group = config.clamp, config.activation, make.group
         self.mixture: Mixture | None = None  # the native library's: all of this, or between latents the routed experts
         self.experts: CudaExperts | None = None  # the kernels', for all but the router and the shared expert
-        self.lacking = ""  # on a CPU, a matrix without which it cannot
         self.router = Router(config.router, hidden_size, make)
         self.latents: tuple[Linear, Linear] | None = None
         if config.latent_width:
@@ -126,7 +125,7 @@ class MoE:
         if config.has_shared_gate:
             plain = make._replace(dtype=torch.float32, scheme=Scheme(make.scheme.storage))
             self.shared_gate = plain.linear({"shared_expert_gate": 1}, hidden_size)
-        make.loads.append(Load({}, lambda _: self._complete()))
+        make.loads.append(Load({}, lambda _: self._complete(make)))
 
     @property
     def is_capturable(self) -> bool:
@@ -176,11 +175,13 @@ class MoE:
             self._args.shared = mlp
         return describe_part("latent_experts", args=self._args)
 
-    def _complete(self) -> None:
-        """Make the native library's mixture of the loaded one, if that holds every matrix."""
-        self.lacking = next((name for name, linear in self._matrices() if linear.args is None), "")
-        library = native()
-        if library is None or self.lacking:
+    def _complete(self, make: Maker) -> None:
+        """Make the native library's mixture of the loaded one, if that holds every matrix; else note the first it lacks."""
+        library, lacking = native(), (name for name, linear in self._matrices() if linear.args is None)
+        missing = next(lacking, None)
+        if missing is not None and make.lacking is not None:
+            make.lacking.append(make.prefix + missing)
+        if library is None or missing is not None:
             return
         shared = [] if self.latents is not None else [self.shared_gate_up, self.shared_down]
         self.mixture = Mixture(
@@ -315,11 +316,6 @@ class MLPBesideMixture:
     def is_capturable(self) -> bool:
         """Return whether a CUDA graph can hold the experts."""
         return self._experts.is_capturable
-
-    @property
-    def lacking(self) -> str:
-        """Return a matrix of the experts that the native library does not multiply."""
-        return self._experts.lacking
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
         """Return [T, hidden] of the stream x [T, hidden], which stays as it is."""

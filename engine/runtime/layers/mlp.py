@@ -28,7 +28,6 @@ class MLP:
     """down(act(gate x) * up x), gate and up from one matrix; or down(act(up x))."""
 
     is_capturable = True
-    lacking = ""
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker) -> None:
         make = make.within("mlp", plan=_PLAN)

@@ -171,10 +171,6 @@ class FeedForward(Protocol):
     def is_capturable(self) -> bool:
         """Return whether a CUDA graph can hold the loaded part."""
 
-    @property
-    def lacking(self) -> str:
-        """Return a matrix without which the native library cannot compute it; "" for none."""
-
     def __call__(self, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
         """Return [T, hidden] of normed x [T, hidden]."""
 
@@ -204,6 +200,9 @@ class Maker(NamedTuple):
     shards: Shards | None = None  # of this rank; None: the model is whole
     plan: Plan = MappingProxyType({})  # how ranks divide the modules under the prefix
     state_dtype: torch.dtype = torch.float32  # of recurrent states
+    lacking: list[str] | None = (
+        None  # for mixtures that the native library cannot compute: a matrix that it cannot multiply
+    )
 
     @property
     def group(self) -> Group:

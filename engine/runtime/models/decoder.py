@@ -52,7 +52,11 @@ class Decoder:
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         plan = {"model.embed_tokens": colwise("vocabulary"), "lm_head": colwise("vocabulary")}
-        make = Maker(dtype, device, scheme, loads=[], targets={}, shards=shards, plan=plan, state_dtype=state_dtype)
+        self._lacking = list[str]()
+        make = Maker(
+            dtype, device, scheme, loads=[], targets={}, shards=shards, plan=plan, state_dtype=state_dtype,
+            lacking=self._lacking,
+        )  # fmt: skip
         num_ids = config.vocab_size
         self.group, self._shards = make.group, shards
         if shards is not None:
@@ -199,13 +203,11 @@ class Decoder:
 
     def summary(self) -> str:
         """Return a line for the log about mixtures that the native library does not compute; "" for none."""
-        lacking = {index: layer.lacking for index, layer in enumerate(self._layers) if layer.lacking}
-        if not lacking or native() is None or self.device.type != "cpu":
+        if not self._lacking or native() is None or self.device.type != "cpu":
             return ""
-        first, dtype = next(iter(lacking)), str(self.dtype).removeprefix("torch.")
         return (
-            f"the experts of {len(lacking)} of {len(self._layers)} layers run in torch, which is slower; the native library "
-            f"does not compute model.layers.{first}.mlp.{lacking[first]} in {dtype}"
+            f"the experts of {len(self._lacking)} of {len(self._layers)} layers run in torch, which is slower; the native "
+            f"library does not compute {self._lacking[0]} in {str(self.dtype).removeprefix('torch.')}"
         )
 
     def finish(self, kind: str) -> None:
