@@ -36,7 +36,7 @@ from loadtest.peers.table import (
     installed_bytes,
     version,
 )
-from loadtest.shapes import COMPARED
+from loadtest.shapes import COMPARED, HYBRIDS
 from loadtest.workload import Job, Length, synthetic
 
 _MARGIN_TOKENS = 64  # of a context, beyond the words of a workload
@@ -107,7 +107,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--prepare", action="store_true", help="write the files of this precision that are not there yet, and end"
     )
-    models = f"folders of DIR; --prepare writes {', '.join(COMPARED)}; default %(default)s"
+    models = f"folders of DIR; --prepare writes {', '.join((*COMPARED, *HYBRIDS))}; default %(default)s"
     what.add_argument("--models", nargs="+", metavar="NAME", default=[next(iter(COMPARED))], help=models)
     default = f"default: {' '.join(load.name for load in WORKLOADS)}"
     what.add_argument("--workloads", nargs="+", choices=[load.name for load in WORKLOADS + ON_REQUEST], help=default)
@@ -206,7 +206,11 @@ class Plan:
                 file = file_of(name, options.precision)
                 if file and not (options.models_dir / model / file).exists():
                     prepare = f"--prepare --models {model} --precision {options.precision}"
-                    how = f"write it with {prepare}" if model in COMPARED else "--prepare does not know this model"
+                    how = (
+                        f"write it with {prepare}"
+                        if model in (*COMPARED, *HYBRIDS)
+                        else "--prepare does not know this model"
+                    )
                     raise LoadtestError(f"--models-dir {options.models_dir} has no {model}/{file}; {how}.")
         workloads = [load for load in WORKLOADS + ON_REQUEST if load.name in names]
         if options.requests:
@@ -357,12 +361,17 @@ def _describe(peer: Peer, executable: str | None) -> dict[str, Any]:
 
 def _prepare(options: argparse.Namespace) -> int:
     from engine.sources.model_source import find_model
+    from loadtest.peers.hybrids import prepare as prepare_hybrid
     from loadtest.peers.models import prepare
 
     source, names = Path(find_model(None).path), options.only or [peer.name for peer in PEERS]
     files = {file_of(name, options.precision) for name in names} - {""}
     for model in options.models:
-        if model not in COMPARED:
-            raise LoadtestError(f"--models is {model!r}, and --prepare writes {', '.join(COMPARED)}.")
-        prepare(COMPARED[model], source, options.models_dir, sorted(files), print)
+        if model in HYBRIDS:
+            checkout = (options.llama_server or Path("llama-server")).absolute().parents[2]
+            prepare_hybrid(HYBRIDS[model], source, options.models_dir / model, sorted(files), checkout)
+        elif model in COMPARED:
+            prepare(COMPARED[model], source, options.models_dir, sorted(files), print)
+        else:
+            raise LoadtestError(f"--models is {model!r}, and --prepare writes {', '.join((*COMPARED, *HYBRIDS))}.")
     return 0

@@ -13,7 +13,7 @@ build() { # a server of llama.cpp's kind: OWNER NAME COMMIT
     git clone --filter=blob:none --no-checkout "https://github.com/$1/$2" "$dir/$2"
     git -C "$dir/$2" checkout "$3"
     cmake -S "$dir/$2" -B "$dir/$2/build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DGGML_NATIVE=ON
-    cmake --build "$dir/$2/build" --target llama-server --parallel "$(nproc)"
+    cmake --build "$dir/$2/build" --target llama-server llama-quantize --parallel "$(nproc)"
 }
 
 environment() { # a folder of Python's packages: NAME PACKAGE...
@@ -29,5 +29,5 @@ environment openvino openvino-genai==2026.4.1
 
 servers=(--vllm "$dir/vllm/bin/python" --openvino "$dir/openvino/bin/python"
     --llama-server "$dir/llama.cpp/build/bin/llama-server" --ik-llama "$dir/ik_llama.cpp/build/bin/llama-server")
-"$python" -m loadtest compare --models-dir "$dir/models" "$@" --prepare
+"$python" -m loadtest compare --models-dir "$dir/models" "${servers[@]}" "$@" --prepare
 "$python" -m loadtest compare --models-dir "$dir/models" "${servers[@]}" --out "$dir/results" "$@"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 _ARCHITECTURES = {
@@ -104,4 +106,5 @@ _SHAPES = (
     ),
     Shape("qwen2.5-3b", "qwen2", 36, 2048, 16, 2, 128, 11008, 151936, 32768, 1e6, 1e-6, bias=True),
 )  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("hybrids.json").read_text(encoding="utf-8"))
 COMPARED = {shape.name: shape for shape in _SHAPES}

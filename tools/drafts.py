@@ -20,13 +20,11 @@ from __future__ import annotations
 import argparse
 import gc
 import inspect
-import json
 import random
 import shutil
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,117 +40,28 @@ from loadtest.arguments import positive_int
 from loadtest.engines import build
 from loadtest.errors import LoadtestError
 from loadtest.output import print_table, save_json
-from loadtest.peers.safetensors_file import Entry, write_safetensors
+from loadtest.peers.hybrids import random_bits, write_checkpoint
+from loadtest.peers.models import bfloat16_bits
+from loadtest.shapes import HYBRIDS
 from server.settings.flags import load_settings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_VOCAB, _HEAD_DIM, _STATE_DIM = 248320, 256, 128
 _CALL = """{{"name": "read_status", "arguments": {{"service": "{name}-{number}", "fields": ["state", "uptime", "errors"]}}}}
 {{"state": "running", "uptime": {number}41, "errors": []}}"""
 _GAIN, _LOGIT = 8.0, 16.0  # of the shifted stream; of the likeliest token, when the others' are near 0
 
 
-class _Shape(NamedTuple):
-    """A dense Qwen 3.5; every fourth layer attends."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    key_heads: int  # of Gated DeltaNet
-    value_heads: int
-
-
-SHAPES = {"0.8b": _Shape(24, 1024, 3584, 8, 2, 16, 16), "4b": _Shape(32, 2560, 9216, 16, 4, 16, 32)}
-
-
-def _config(shape: _Shape) -> dict[str, Any]:
-    kinds = ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(shape.layers)]
-    return {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "dtype": "bfloat16",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "layer_types": kinds,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": _HEAD_DIM,
-        "linear_num_key_heads": shape.key_heads,
-        "linear_num_value_heads": shape.value_heads,
-        "linear_key_head_dim": _STATE_DIM,
-        "linear_value_head_dim": _STATE_DIM,
-        "linear_conv_kernel_dim": 4,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e7, "rope_type": "default"},
-        "max_position_embeddings": 32768,
-        "mtp_num_hidden_layers": 1,
-        "tie_word_embeddings": True,
-        "vocab_size": _VOCAB,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-
-
-def _attention(shape: _Shape) -> dict[str, tuple[int, ...]]:
-    width, kv_width = shape.heads * _HEAD_DIM, shape.kv_heads * _HEAD_DIM
-    return {
-        "self_attn.q_proj.weight": (2 * width, shape.hidden),
-        "self_attn.k_proj.weight": (kv_width, shape.hidden),
-        "self_attn.v_proj.weight": (kv_width, shape.hidden),
-        "self_attn.o_proj.weight": (shape.hidden, width),
-        "self_attn.q_norm.weight": (_HEAD_DIM,),
-        "self_attn.k_norm.weight": (_HEAD_DIM,),
-    }
-
-
-def _delta(shape: _Shape) -> dict[str, tuple[int, ...]]:
-    values = shape.value_heads * _STATE_DIM
-    channels = 2 * shape.key_heads * _STATE_DIM + values
-    return {
-        "linear_attn.in_proj_qkv.weight": (channels, shape.hidden),
-        "linear_attn.in_proj_z.weight": (values, shape.hidden),
-        "linear_attn.in_proj_b.weight": (shape.value_heads, shape.hidden),
-        "linear_attn.in_proj_a.weight": (shape.value_heads, shape.hidden),
-        "linear_attn.conv1d.weight": (channels, 1, 4),
-        "linear_attn.A_log": (shape.value_heads,),
-        "linear_attn.dt_bias": (shape.value_heads,),
-        "linear_attn.norm.weight": (_STATE_DIM,),
-        "linear_attn.out_proj.weight": (shape.hidden, values),
-    }
-
-
-def _shapes(shape: _Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors of the checkpoint."""
-    hidden, mlp = shape.hidden, (shape.ffn, shape.hidden)
-    yield "model.embed_tokens.weight", (_VOCAB, hidden)
-    for index in range(shape.layers + 1):
-        prefix = f"model.layers.{index}." if index < shape.layers else "mtp.layers.0."
-        is_delta = index < shape.layers and index % 4 < 3
-        layer = _delta(shape) if is_delta else _attention(shape)
-        layer |= {"mlp.gate_proj.weight": mlp, "mlp.up_proj.weight": mlp, "mlp.down_proj.weight": mlp[::-1]}
-        layer |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-        yield from ((prefix + name, size) for name, size in layer.items())
-    yield "model.norm.weight", (hidden,)
-    yield "mtp.fc.weight", (hidden, 2 * hidden)
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        yield f"mtp.{name}.weight", (hidden,)
-
-
-def _rings(hidden: int) -> NDArray[np.float32]:
+def _rings(hidden: int, vocab: int) -> NDArray[np.float32]:
     """Return embeddings: signs in a ring's places, then 1, then -1 for tokens after which the head is wrong."""
     rng, places = np.random.default_rng(7), hidden - 2
-    signs = np.ones((_VOCAB, hidden), np.float32)
-    for first in range(0, _VOCAB, places):
+    signs = np.ones((vocab, hidden), np.float32)
+    for first in range(0, vocab, places):
         ring = rng.choice(np.array([-1, 1], np.float32), places)
-        for step in range(min(places, _VOCAB - first)):
+        for step in range(min(places, vocab - first)):
             signs[first + step, :places] = np.roll(ring, step)
-    signs[:, -1] = np.where(rng.random(_VOCAB) < 0.2, -1, 1)
+    signs[:, -1] = np.where(rng.random(vocab) < 0.2, -1, 1)
     return signs
 
 
@@ -171,42 +80,25 @@ def _shifting(name: str, size: tuple[int, ...], *, is_head: bool) -> NDArray[np.
     return matrix
 
 
-def _values(name: str, size: tuple[int, ...], shape: _Shape) -> NDArray[np.float32]:
-    rng = np.random.default_rng(list(name.encode()))
+def _bits(config: dict[str, Any], name: str, size: tuple[int, ...]) -> NDArray[Any]:
+    hidden, layer = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
     if name == "model.embed_tokens.weight":
-        return _rings(shape.hidden)
+        return bfloat16_bits(_rings(hidden, *size[:1]))
     if name in ("model.norm.weight", "mtp.norm.weight"):
-        return np.full(size, _LOGIT / shape.hidden - 1, np.float32)
+        return np.full(size, _LOGIT / hidden - 1, np.float32)
     if name == "mtp.fc.weight":  # the token alone
-        return np.eye(*size, dtype=np.float32)
-    if ".mlp." in name and name.startswith((f"model.layers.{shape.layers - 1}.", "mtp.")):
-        return _shifting(name, size, is_head=name.startswith("mtp."))
+        return bfloat16_bits(np.eye(*size, dtype=np.float32))
+    if ".mlp." in name and name.startswith((layer, "mtp.")):
+        return bfloat16_bits(_shifting(name, size, is_head=name.startswith("mtp.")))
     if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-        return np.zeros(size, np.float32)
-    if name.endswith("linear_attn.norm.weight"):
-        return np.ones(size, np.float32)
-    if name.endswith("A_log"):
-        return np.log(rng.uniform(1, 16, size)).astype(np.float32)
-    if len(size) == 1:
-        return np.zeros(size, np.float32)  # norms scale by 1 + weight
-    values: NDArray[np.float32] = rng.standard_normal(size, np.float32) * np.float32(0.02)
-    return values
+        return np.zeros(size, np.uint16)
+    return random_bits(config["model_type"], name, size)
 
 
-def _bits(name: str, size: tuple[int, ...], shape: _Shape) -> NDArray[Any]:
-    values = _values(name, size, shape)
-    return values if len(size) == 1 else (values.view(np.uint32) >> 16).astype(np.uint16)
-
-
-def write(folder: Path, shape: _Shape, tokenizer: Path | None) -> None:
+def write(folder: Path, shape: str, tokenizer: Path | None) -> None:
     """Write a checkpoint, and a tokenizer's files beside it, if given, for llama.cpp's converter."""
-    folder.mkdir(parents=True)
-    entries = [
-        Entry(name, "F32" if len(size) == 1 else "BF16", size, partial(_bits, name, size, shape))
-        for name, size in _shapes(shape)
-    ]
-    write_safetensors(folder / "model.safetensors", entries)
-    (folder / "config.json").write_text(json.dumps(_config(shape)))
+    config = HYBRIDS[f"qwen3.5-{shape}"]
+    write_checkpoint(config, folder, partial(_bits, config))
     for path in () if tokenizer is None else tokenizer.glob("tokenizer*"):
         shutil.copy(path, folder)
 
@@ -268,7 +160,9 @@ def _drive(engine: Engine, num_seqs: int, temperature: float, seed: int, options
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `drafts`."""
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write a checkpoint there, and end")
-    parser.add_argument("--shape", choices=SHAPES, default="0.8b", help="of the checkpoint; default %(default)s")
+    parser.add_argument(
+        "--shape", choices=("0.8b", "2b", "4b"), default="0.8b", help="of the checkpoint; default %(default)s"
+    )
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="whose tokenizer's files are copied")
     parser.add_argument("--config", default='{"method": "mtp"}', metavar="JSON", help="default %(default)s")
     parser.add_argument("--text", choices=("random", "edit", "loop"), default="random", help="default %(default)s")
@@ -284,7 +178,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write a checkpoint, or measure and print."""
     if options.write:
-        write(options.write, SHAPES[options.shape], options.tokenizer)
+        write(options.write, options.shape, options.tokenizer)
         return 0
     plain = build(options.settings)
     drafting = build([*options.settings, "--speculative-config", options.config])

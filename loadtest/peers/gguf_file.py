@@ -178,10 +178,10 @@ def _add_settings(writer: GGUFWriter, shape: Shape) -> None:
         writer.add_logit_scale(shape.more["logits_scaling"])
 
 
-def fitted(metadata: dict[str, Any], shape: Shape) -> dict[str, Any]:
+def fitted(metadata: dict[str, Any], vocab: int) -> dict[str, Any]:
     """Return a tokenizer's metadata, cut or extended to the vocabulary; a random model may draw any id."""
-    known: list[str] = metadata["tokenizer.ggml.tokens"][: shape.vocab]
-    more = [f"Ġfill{index}" for index in range(len(known), shape.vocab)]
+    known: list[str] = metadata["tokenizer.ggml.tokens"][:vocab]
+    more = [f"Ġfill{index}" for index in range(len(known), vocab)]
     names = set(known)
     merges = [merge for merge in metadata["tokenizer.ggml.merges"] if merge.replace(" ", "", 1) in names]
     return metadata | {

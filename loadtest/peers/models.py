@@ -56,7 +56,7 @@ _PERMUTED = ("llama", "granite", "granitemoe")  # their GGUF files rotate neighb
 
 def prepare(shape: Shape, source: Path, folder: Path, names: Sequence[str], say: Callable[[str], None]) -> None:
     """Write the named files that are missing; `source` is the embedded GGUF file."""
-    metadata = fitted(read_header(source).metadata, shape)
+    metadata = fitted(read_header(source).metadata, shape.vocab)
     tensors = _Stored(shape, source) if shape.is_embedded else _Random(shape)
     for name in names:
         path = folder / shape.name / name
@@ -210,7 +210,7 @@ def _stacked(tensors: Weights, first: str, second: str) -> Matrix:
 
 def _write_hf(shape: Shape, tensors: Weights, metadata: dict[str, Any], path: Path) -> None:
     path.mkdir(exist_ok=True)
-    _write_tokenizer(shape, metadata, path)
+    write_tokenizer(metadata, path, shape.context)
     _write_json(path / "config.json", _hf_config(shape))
     entries = [Entry(name, "BF16", size, partial(_bits, make)) for name, size, make in _hf_tensors(tensors)]
     write_safetensors(path / "model.safetensors", entries)
@@ -220,7 +220,7 @@ def _write_packed(shape: Shape, tensors: Weights, metadata: dict[str, Any], path
     """Write the projections packed, all others in bfloat16. Layers of random models are alike."""
     packing, group = PACKINGS[name], group_of(shape.hidden, shape.heads * shape.head_dim, shape.ffn)
     path.mkdir(exist_ok=True)
-    _write_tokenizer(shape, metadata, path)
+    write_tokenizer(metadata, path, shape.context)
     _write_json(path / "config.json", _hf_config(shape) | {"quantization_config": packing.config(group)})
     save_packed(_hf_tensors(tensors), path / "model.safetensors", packing, group, alike=tensors.is_random)
 
@@ -229,7 +229,8 @@ def _hf_config(shape: Shape) -> dict[str, Any]:
     return shape.config() | {"bos_token_id": 1, "eos_token_id": 2}
 
 
-def _write_tokenizer(shape: Shape, metadata: dict[str, Any], folder: Path) -> None:
+def write_tokenizer(metadata: dict[str, Any], folder: Path, context: int) -> None:
+    """Write the files of a tokenizer, and the ids that begin and end texts."""
     tokens = metadata["tokenizer.ggml.tokens"]
     build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     special = {role: tokens[metadata[f"tokenizer.ggml.{role}_token_id"]] for role in ("bos", "eos")}
@@ -241,7 +242,7 @@ def _write_tokenizer(shape: Shape, metadata: dict[str, Any], folder: Path) -> No
             "eos_token": special["eos"],
             "pad_token": special["eos"],
             "clean_up_tokenization_spaces": False,
-            "model_max_length": shape.context,
+            "model_max_length": context,
             "chat_template": metadata["tokenizer.chat_template"],
         },
     )

@@ -17,10 +17,11 @@ from engine.runtime.weights.gguf import GGUFCheckpoint, dequantised
 from engine.sources.model_source import find_model
 from loadtest.errors import LoadtestError
 from loadtest.peers.gguf_file import random_blocks
+from loadtest.peers.hybrids import prepare as prepare_hybrid
 from loadtest.peers.models import bfloat16_bits, prepare
 from loadtest.peers.packed import PACKINGS
 from loadtest.peers.table import GGUF_FORMATS, PACKED_FORMATS
-from loadtest.shapes import COMPARED, Shape
+from loadtest.shapes import COMPARED, HYBRIDS, Shape
 from quire import LLM, SamplingParams
 from tests.cpu import packers
 from tests.cpu.test_stored import unpacked
@@ -153,6 +154,30 @@ def test_random_blocks_are_numbers_around_zero(name: str) -> None:
 def test_the_divergence_of_a_format_is_that_of_bytes(tmp_path: Path) -> None:
     prepare(TINY_512, Path(find_model(None).path), tmp_path, ["q8_0.gguf"], lambda _: None)
     assert 1e-5 < kl_of(tmp_path / TINY_512.name / "q8_0.gguf") < 1e-2
+
+
+@pytest.mark.parametrize("name", {config["model_type"]: name for name, config in HYBRIDS.items()}.values())
+def test_a_hybrid_is_written_as_it_is_served(name: str, tmp_path: Path) -> None:
+    """The first of its layers, narrow."""
+    narrow = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "moe_intermediate_size", "conv_dim", "conv_dim_out"), 192
+    )
+    small = narrow | {
+        "shared_expert_intermediate_size": 64,
+        "shared_intermediate_size": 64,
+        "mamba_n_heads": 6,
+        "mamba_d_state": 16,
+    }
+    config = HYBRIDS[name]
+    layers = {"granitemoehybrid": 6, "gemma4_text": 10}.get(config["model_type"], 4)
+    sizes = {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers], "num_kv_shared_layers": 5}
+    config = {key: (small | sizes | {"mamba_d_head": 64}).get(key, value) for key, value in config.items()}
+    prepare_hybrid(config, Path(find_model(None).path), tmp_path, ["hf"], tmp_path)
+    with LLM(tmp_path / "hf", kv_cache_memory_bytes=1 << 26) as llm:
+        answer = llm.generate("A bird", SamplingParams(max_tokens=2, temperature=0))[0]
+    assert len(answer.outputs[0].token_ids) == 2
+    with pytest.raises(LoadtestError, match="name a server in a checkout"):
+        prepare_hybrid(config, Path(find_model(None).path), tmp_path, ["q4_k_m.gguf"], tmp_path)
 
 
 def test_the_embedded_model_has_its_shape() -> None:

@@ -104,8 +104,8 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "loadtest",
         ("engine.runtime", "torch"),
-        # numpy has no FP8; `quire fit` counts the tensors of an empty model, and times products
-        ("loadtest.engines", "loadtest.peers.packed", "loadtest.fitted", "loadtest.rates"),
+        # numpy has no FP8; `quire fit` counts the tensors of an empty model, and times products; hybrids are empty modules
+        ("loadtest.engines", "loadtest.peers.packed", "loadtest.peers.hybrids", "loadtest.fitted", "loadtest.rates"),
     ),
     (
         "loadtest",
