@@ -32,6 +32,7 @@ class FailureCause(str, Enum):
     """Why a sequence ended on an error; a label of the failure counter."""
 
     NOT_FINITE = "not_finite"  # its logits were not finite numbers
+    IMAGE = "image"  # the vision tower could not compute an image of its prompt
     GRAMMAR = "grammar"  # its grammar's matcher failed on the way
     RULED_OUT = "ruled_out"  # what its client ruled out left it no token
     OUT_OF_MEMORY = "out_of_memory"  # the device had no memory for its step, nor for a smaller one

@@ -23,7 +23,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import InvalidRequestError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
-from engine.core.stats import PreemptionKind
+from engine.core.stats import FailureCause, PreemptionKind
 from engine.core.types import BeamParams, FinishReason, Request, StepEvents
 from engine.images import Image
 from engine.runtime.cuda import available
@@ -653,13 +653,55 @@ def test_an_image_beyond_the_memory_of_a_device_is_no_number(folder: Path, monke
         patch.setattr(tower._model, "get_image_features", fail)
         pieces = Pieces(lambda: tower(LARGE))
         assert pieces.advance(60.0)
-        assert pieces.result().isnan().all()
-        assert pieces.result().shape == (3, LARGE.num_tokens, 64)
-        assert pieces.result().untyped_storage().nbytes() < 16, "there may be no room for more"
+        assert pieces.result() is None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "from_numpy", fail)
-        assert tower(LARGE).isnan().all()
-    assert tower(LARGE).isfinite().all()
+        assert tower(LARGE) is None
+    whole = tower(LARGE)
+    assert whole is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "stack", lambda levels: torch.full_like(whole, torch.inf))
+        assert tower(LARGE) is None
+    assert tower(LARGE) is not None
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_image_that_could_not_be_computed_is_tried_again_for_others(depth: int, folder: Path) -> None:
+    """Neither its vectors nor the K/V behind them are kept; a request beside it goes on."""
+    found, num_failures = vision(folder, "Qwen3VLConfig"), 1
+
+    def embed(image: Image) -> torch.Tensor | None:
+        nonlocal num_failures
+        num_failures -= image.digest == LARGE.digest
+        return None if image.digest == LARGE.digest and num_failures >= 0 else found.tower(image)
+
+    config = settings(num_blocks=300, max_num_batched_tokens=9)
+    at = next(i for i, (_, each) in enumerate(PROMPTS) if LARGE in each)
+    others = [i for i in range(len(PROMPTS)) if LARGE not in PROMPTS[i][1]]
+    asked = [ask(f"{i}", PROMPTS[i][0], max_tokens=8, logprobs=1) for i in (at, *others)]
+    plain = [said(serve(found.model, config, [each], runner=runner_of(found, config))) for each in asked]
+    runner, scheduler = make_runner(found.model, config), Scheduler(config)
+    runner.take_images(embed, 1 << 20)
+    served = serve(found.model, config, asked, runner=runner, scheduler=scheduler, depth=depth)
+    [event] = served.events[f"{at}", 0]
+    assert event.error is not None
+    assert "An image of this request could not be computed" in str(event.error)
+    assert scheduler.stats.failed[FailureCause.IMAGE] == 1
+    assert all(said(served)[f"{i}", 0] == answer[f"{i}", 0] for i, answer in zip(others, plain[1:], strict=True))
+    again = serve(found.model, config, asked[:1], runner=runner, scheduler=scheduler, depth=depth)
+    assert said(again) == plain[0]
+
+
+def test_vectors_that_could_not_be_made_are_there_for_one_request() -> None:
+    vectors = ImageVectors(lambda image: None, 1 << 20, NAMED)
+    for _ in range(2):
+        vectors.advance([SMALL.digest], 60.0)
+        assert vectors.has(SMALL.digest)
+        assert vectors(SMALL) is None
+        assert not vectors.has(SMALL.digest)
+    vectors.advance([SMALL.digest], 60.0)
+    vectors.close()
+    assert not vectors.has(SMALL.digest)
 
 
 def test_a_tower_has_the_threads_of_the_process() -> None:

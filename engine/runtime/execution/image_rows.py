@@ -24,7 +24,9 @@ from engine.runtime.execution.pieces import Pieces
 from engine.runtime.native.decoder import Vectors
 from engine.runtime.transfer import to_device
 
-Embed = Callable[[Image], Tensor]  # an image to its vectors [1 + D, V, hidden] on the device
+Embed = Callable[
+    [Image], Tensor | None
+]  # an image to its vectors [1 + D, V, hidden] on the device, if it can be computed
 
 
 class _Row(NamedTuple):
@@ -50,6 +52,7 @@ class ImageInputs(NamedTuple):
     vectors: Vectors | None
     positions: Tensor | None  # [3, T]
     ends: Tensor | None  # [T], as in a Batch
+    failed: list[int]  # slices with an image that cannot be computed: what they compute is void
 
 
 class ImageRows:
@@ -93,8 +96,8 @@ class ImageRows:
     def inputs(self, slices: Sequence[SequenceSlice], texts: NDArray[np.int64]) -> ImageInputs:
         """Return what images make of a step; `texts` [T] are the positions of text."""
         axes, ends, first = np.tile(texts, (3, 1)), texts + 1, 0
-        places, parts, is_moved = list[int](), list[Tensor](), False
-        for piece in slices:
+        places, parts, failed, is_moved = list[int](), list[Tensor](), list[int](), False
+        for index, piece in enumerate(slices):
             row = self.rows.get(piece.slot)
             if row is not None:
                 if row.positions is not None:
@@ -104,8 +107,12 @@ class ImageRows:
                     begin, end = np.searchsorted(at, (piece.start, piece.start + piece.num_tokens))
                     if begin < end:
                         rows = first + at[begin:end] - piece.start
+                        made = self._embed(self._image(span))
+                        if made is None:
+                            failed.append(index)
+                            continue
                         places += rows.tolist()
-                        parts.append(self._embed(self._image(span))[:, begin:end])
+                        parts.append(made[:, begin:end])
                         if span.is_atomic:
                             ends[rows] = span.end
             first += piece.num_tokens
@@ -115,6 +122,7 @@ class ImageRows:
             vectors,
             to_device(axes, torch.int64, self._device) if is_moved else None,
             None if is_causal else to_device(ends, torch.int32, self._device),
+            failed,
         )
 
     def _image(self, span: Span) -> Image:
@@ -128,10 +136,11 @@ class ImageVectors:
         self._tower, self._max_bytes, self._resources = tower, max_bytes, resources
         self._num_bytes = 0
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        self._job: tuple[bytes, Pieces[Tensor]] | None = None
+        self._failed = set[bytes]()  # images whose requests are to fail, which nothing keeps for others
+        self._job: tuple[bytes, Pieces[Tensor | None]] | None = None
 
     def has(self, digest: bytes) -> bool:
-        return digest in self._kept
+        return digest in self._kept or digest in self._failed
 
     def advance(self, digests: Sequence[bytes], seconds: float) -> None:
         if self._job is not None and not self._resources.has(self._job[0]):  # who waited for it has left
@@ -142,18 +151,28 @@ class ImageVectors:
         digest, pieces = self._job
         if pieces.advance(seconds):
             self._job = None
-            self._keep(digest, pieces.result())
+            vectors = pieces.result()
+            if vectors is None:
+                self._failed.add(digest)
+            else:
+                self._keep(digest, vectors)
 
     def close(self) -> None:
+        self._failed.clear()
         if self._job is not None:
             self._job[1].close()
             self._job = None
 
-    def __call__(self, image: Image) -> Tensor:
+    def __call__(self, image: Image) -> Tensor | None:
         """Return the vectors of an image, made now if they are not there."""
+        if image.digest in self._failed:
+            self._failed.remove(image.digest)
+            return None
         found = self._kept.get(image.digest)
         if found is None:
             found = self._tower(image)
+            if found is None:
+                return None
             self._keep(image.digest, found)
         self._kept.move_to_end(image.digest)
         return found

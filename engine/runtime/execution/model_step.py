@@ -26,6 +26,10 @@ _RULED_OUT = Fault(
     FailureCause.RULED_OUT,
 )
 
+_NO_IMAGE = Fault(
+    "An image of this request could not be computed; try again, or send a smaller one.", FailureCause.IMAGE
+)
+
 
 class Scores(NamedTuple):
     """Log probabilities of one slice's prompt tokens, in chunks."""
@@ -41,6 +45,7 @@ class Computed(NamedTuple):
     sampled: Sampled | None = None
     scores: Sequence[Scores] = ()
     pooled: Pooled | None = None
+    lacking: Sequence[int] = ()  # slices with an image that could not be computed
 
     def to_host(self) -> Computed:
         """Return copies in pinned memory, complete when the stream reaches them."""
@@ -52,9 +57,8 @@ class Computed(NamedTuple):
             )
         if pooled is not None:
             pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
-        return Computed(
-            sampled, [each._replace(chunks=[_to_host(chunk) for chunk in each.chunks]) for each in self.scores], pooled
-        )
+        scores = [each._replace(chunks=[_to_host(chunk) for chunk in each.chunks]) for each in self.scores]
+        return Computed(sampled, scores, pooled, self.lacking)
 
 
 class ModelStep(PendingStep):
@@ -78,7 +82,7 @@ class ModelStep(PendingStep):
         self._has_drafts = any(piece.drafts for piece in slices)
         self._result: StepResult | None = None
         self.is_over = False  # the host has waited for it
-        self._sampled, self._scores, self._pooled = computed
+        self._sampled, self._scores, self._pooled, self._lacking = computed
         rows = () if self._sampled is None else self._sampled.logprob_rows
         self._num_top = {row: slices[self._owners[row]].params.logprobs or 0 for row in rows}
         self._event = event
@@ -134,6 +138,7 @@ class ModelStep(PendingStep):
         if self._pooled is not None:
             result.pooled, void = self._pooled.to_types()
             errors |= dict.fromkeys(void, NOT_FINITE)
+        errors |= dict.fromkeys(self._lacking, _NO_IMAGE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
         return fold(result, faults, self._slices) if self._has_drafts else result
 

@@ -236,10 +236,10 @@ class ModelRunner:
         packet = batches.prepare(slices, changes, replays)
         self._ranks.send(packet, draws=draws)
         batch = batches.to_batch(packet, self._last_ids)
-        seen, vectors = batch, None
+        seen, vectors, failed = batch, None, list[int]()
         if self._images is not None and self._images.rows and self._images.has(slices):
             texts = packet.longs[packet.num_tokens : 2 * packet.num_tokens]
-            vectors, positions, ends = self._images.inputs(slices, texts)
+            vectors, positions, ends, failed = self._images.inputs(slices, texts)
             for each in (batch, *batch.others):
                 each.ends = ends
             seen = batch if positions is None else replace(batch, positions=positions)
@@ -262,7 +262,7 @@ class ModelRunner:
         if heads is not None:
             states = hidden if streams is None else streams.out.flatten(1)
             heads.observe(slices, batch, states, None if sampled is None else sampled.ids)
-        return Computed(sampled, scores, pooled)
+        return Computed(sampled, scores, pooled, failed)
 
     def _pool(self, slices: Sequence[SequenceSlice], packet: Packet, hidden: Tensor) -> Pooled | None:
         return pool(slices, [*accumulate(packet.query_lens[:-1], initial=0)], hidden, self.pooler)

@@ -46,10 +46,10 @@ class Tower:
             raise InvalidRequestError(message, param="messages")
 
     @torch.inference_mode()
-    def __call__(self, image: Image) -> Tensor:
+    def __call__(self, image: Image) -> Tensor | None:
         """Return the vectors [1 + D, V, hidden] of an image, alone: others in a batch might change its bits.
 
-        An image that cannot be computed becomes NaN: its requests fail, and no others.
+        None for one that cannot be computed: its requests fail, and no others.
         """
         try:
             arrays = {name: torch.from_numpy(array).to(self._device) for name, array in image.arrays.items()}
@@ -57,16 +57,12 @@ class Tower:
                 found = self._model.get_image_features(**arrays, return_dict=True)
             levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
             made = torch.stack([torch.cat([part.flatten(0, -2) for part in level]) for level in levels])
-            if made.shape[1] == image.num_tokens:
+            if made.shape[1] == image.num_tokens and made.isfinite().all():
                 return made
-            log.warning("an image became %d vectors, and its prompt has room for %d", made.shape[1], image.num_tokens)
+            log.warning("an image of %d tokens became %d vectors, not all finite", image.num_tokens, made.shape[1])
         except Exception as error:  # any: it is another project's code; one is that of a device's full memory
             log.warning("the vision tower cannot compute an image: %s: %s", type(error).__name__, error)
-        config = self._model.config
-        num_levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
-        shape = num_levels, image.num_tokens, config.get_text_config().hidden_size
-        one = torch.full((1, 1, 1), torch.nan, dtype=self._model.dtype, device=self._device)
-        return one.expand(shape)  # a device that is full has no room for all
+        return None
 
 
 def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower:
