@@ -97,6 +97,10 @@ class LLM(VectorMethods):
     ) -> None:
         check_sampling_source(generation_config, override_generation_config)
         _check(max_logprobs, tool_call_parser, reasoning_parser)
+        if "" in (tokenizer, chat_template, allowed_local_media_path):
+            raise ConfigError(
+                "tokenizer, chat_template or allowed_local_media_path is ''; give a value, or leave it out."
+            )
         source = find_model(model)
         if model is None:
             check_embedded(source.path)

@@ -90,7 +90,7 @@ class EngineConfig:
         at_least=1,
         is_essential=True,
     )
-    seed: int = _model(0, "N", "seed of dummy weights", at_least=0, at_most=2**63 - 1)
+    seed: int = _model(0, "SEED", "seed of dummy weights", at_least=0, at_most=2**63 - 1)
 
     device: str = _device(
         "auto",

@@ -116,6 +116,8 @@ def fault(each: Declared, value: Any) -> str:
     setting = each.setting
     if value is None or value == ():
         return ""
+    if value == "" and each.default != "":
+        return "give a value, or leave the setting out"
     if setting.choices:
         return "" if value in setting.choices else f"choose one of {', '.join(setting.choices)}"
     if not setting.is_secret and (wanted := wrong_kind(each.type, value)):  # a secret may be one of pydantic's

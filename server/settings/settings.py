@@ -51,8 +51,9 @@ def type_of(each: Declared) -> Any:
         return SecretStr | None
     if setting.is_secret:
         return Annotated[tuple[SecretStr, ...], BeforeValidator(_split_keys)]
-    if setting.unit in ("TOKENS", "N", "PORT") and int in (each.type, *get_args(each.type)):
-        count: Any = Annotated[each.type, BeforeValidator(_count)]
+    if setting.unit in ("TOKENS", "N", "PORT", "SEED") and int in (each.type, *get_args(each.type)):
+        read = _count if setting.unit in ("TOKENS", "N") else _number
+        count: Any = Annotated[each.type, BeforeValidator(read)]
         return Annotated[count, BeforeValidator(_none_if_auto)] if setting.is_auto else count
     if setting.is_auto:
         return Annotated[each.type, BeforeValidator(_none_if_auto)]
@@ -108,10 +109,16 @@ def _split_keys(value: object) -> object:
     return keys
 
 
-def _count(value: object) -> object:
-    """Return a number written as vLLM takes it: 32k is 32,000, 32K is 32,768, and so on with m, g and t."""
+def _number(value: object) -> object:
+    """Return what may be a number; YAML's true is none."""
     if isinstance(value, bool):
         raise PydanticCustomError("int_type", "it must be a whole number")
+    return value
+
+
+def _count(value: object) -> object:
+    """Return a number written as vLLM takes it: 32k is 32,000, 32K is 32,768, and so on with m, g and t."""
+    value = _number(value)
     found = _COUNT.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return value
@@ -356,6 +363,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
+        if name == "config":
+            raise ConfigError(f"{path} sets 'config', but one file is read; put the other's settings into it.")
         if name in values:
             raise ConfigError(f"{path} sets {key!r} twice; keep one of the two spellings.")
         if value is None and name in protective:

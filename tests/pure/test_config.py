@@ -319,6 +319,8 @@ def test_what_is_no_host_name_is_refused(given: str) -> None:
         (["--max-model-len", "-1"], "max_model_len", None),
         (["--max-model-len=-1"], "max_model_len", None),
         (["--max-model-len", "4096"], "max_model_len", 4096),
+        (["--max-model-len", "32k"], "max_model_len", 32_000),
+        (["--max-num-seqs", "1K"], "max_num_seqs", 1024),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--pinned-prefix-share", "0.5"], "pinned_prefix_share", 0.5),
         (["--threads", "3"], "num_threads", 3),
@@ -477,6 +479,19 @@ def test_keys_from_several_sources_are_combined(tmp_path: Path) -> None:
     assert (made.kv_offload_gib, made.kv_offload_dir) == (3.0, "/x")
 
 
+def test_a_file_names_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("config: other.yaml\n")
+    expected = f"{file} sets 'config', but one file is read; put the other's settings into it."
+    assert fault("--config", str(file)) == expected
+
+
+def test_true_is_no_port(tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("port: true\n")
+    assert fault("--config", str(file)) == f"--port is True (set by {file}); it must be a whole number."
+
+
 def test_a_key_is_no_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault("--kv-offload-gib", "2").startswith("--kv-offload-gib is not an argument of `quire serve`; ")
     file = tmp_path / "quire.yaml"
@@ -511,6 +526,8 @@ def test_a_wrong_json_setting_is_one_sentence(given: str, sentence: str) -> None
     ("argv", "sentence"),
     [
         (["--port", "8x"], "--port is '8x'; it must be a whole number."),
+        (["--port", "8k"], "--port is '8k'; it must be a whole number."),
+        (["--seed", "8k"], "--seed is '8k'; it must be a whole number."),
         (["--port", "70000"], "--port is 70000; it must be at most 65535."),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout is -1; it must be at least 0."),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout is nan; it must be at least 0."),
