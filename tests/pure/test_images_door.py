@@ -204,7 +204,7 @@ def test_an_image_has_so_much_time_of_the_cores_however_long_it_waits_for_them(m
     timers: list[tuple[int, float]] = []
     monkeypatch.setattr(decode_process.signal, "setitimer", lambda which, seconds: timers.append((which, seconds)))
     decode_process.answer([bytearray(encoded(halves(), "PNG")), bytearray()])
-    assert timers == [(signal.ITIMER_PROF, 10.0)]
+    assert timers == [(signal.ITIMER_PROF, 10.0), (signal.ITIMER_PROF, 0)], "of the image alone"
     monkeypatch.setattr("engine.system.child_process._ROOT", Path(__file__).parent)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     decoder = ImageDecoder()

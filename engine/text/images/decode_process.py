@@ -60,9 +60,12 @@ def memory(num_bytes: int) -> int:
 def answer(parts: Parts) -> list[bytes]:
     """Return an empty error and the image."""
     signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # whose signal ends the process
-    longest, file = parts.pop(), parts.pop()
-    image = _decode(file, int(longest or 0))
-    return [b"", b"%d %d" % image.size, image.tobytes()]
+    try:
+        longest, file = parts.pop(), parts.pop()
+        image = _decode(file, int(longest or 0))
+        return [b"", b"%d %d" % image.size, image.tobytes()]
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def refuse(error: Exception) -> list[bytes]:
