@@ -375,6 +375,7 @@ HINTS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"guided_regex": "a", "guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
     (CHAT, {"thinking_token_budget": 5}, "thinking_token_budget"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+    (CHAT, {"enable_thinking": True}, "enable_thinking"),
     (CHAT, {"verbosity": "low"}, "verbosity"),
     (CHAT, {"tools": TOOLS, "tool_choice": "none"}, "tools.custom, tools.web_search"),
     ("/v1/embeddings", {"input": "x", "priority": 1}, "priority"),
@@ -448,6 +449,7 @@ def test_a_hint_that_cannot_be_followed_is_dropped_and_named(
         {"top_logprobs": 0},
         {"verbosity": "medium"},
         {"reasoning_effort": "none"},
+        {"enable_thinking": False},
         {"priority": 0, "length_penalty": 1.0},
     ],
 )

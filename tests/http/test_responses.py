@@ -466,7 +466,7 @@ def test_what_cannot_be_is_a_400_that_names_the_field(
     assert "max_tokens" not in error["message"].replace("max_tokens is not supported", ""), "it is max_output_tokens"
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=x", "order=up"])
+@pytest.mark.parametrize("query", ["limit=0", "limit=x", "order=up", "before=x", "limits=3"])
 def test_a_page_that_cannot_be(http: httpx.Client, query: str) -> None:
     answer = create(http, "x")
     assert error_of(http.get(f"{PATH}/{answer['id']}/input_items?{query}"), 400)["param"] == query.partition("=")[0]
@@ -485,7 +485,8 @@ def test_openais_client(sdk: openai.OpenAI) -> None:
     again = sdk.responses.create(model="parrot", input="again", previous_response_id=answer.id)
     assert again.output_text == "again"
     assert sdk.responses.retrieve(answer.id).output_text == "hello"
-    assert [item.content[0].text for item in sdk.responses.input_items.list(answer.id)] == ["hello"]
+    for fields in ({}, {"include": ["message.input_image.image_url"], "limit": 1, "order": "asc"}):
+        assert [item.content[0].text for item in sdk.responses.input_items.list(answer.id, **fields)] == ["hello"]  # type: ignore[arg-type]
     assert sdk.responses.input_tokens.count(model="parrot", input="hello").input_tokens == 6
     sdk.responses.delete(answer.id)
     with pytest.raises(openai.NotFoundError):

@@ -245,6 +245,24 @@ def test_a_template_that_opens_the_thoughts(servers: Callable[..., httpx.Client]
         assert (message.get("reasoning"), message["content"]) == (reasoning, content)
 
 
+def test_thinking_is_switched_by_a_field_too(servers: Callable[..., httpx.Client]) -> None:
+    """As Alibaba's API has it; what says more goes before it."""
+    client = servers(template=OPENED, default_chat_template_kwargs={"enable_thinking": False})
+    for fields, reasons in (
+        ({}, False),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, True),
+        ({"enable_thinking": False}, False),
+    ):
+        answer = client.post(PATH, json=say("1234567a</think>b", **fields))
+        assert "x-quire-ignored-fields" not in answer.headers
+        assert ("reasoning" in choice_of(answer)["message"]) is reasons, fields
+    for odd in ("no", 0):
+        assert client.post(PATH, json=say("x", enable_thinking=odd)).json()["error"]["param"] == "enable_thinking"
+
+
 def test_strict_tools_have_schemas_that_can_be_enforced(servers: Callable[..., httpx.Client]) -> None:
     """With tool_choice auto too; what the parrot says is not constrained by anything."""
     strict = {**WEATHER["function"], "strict": True}

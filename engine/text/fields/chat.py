@@ -238,6 +238,7 @@ class ChatFields(SamplingFields, Conversation):
         "reasoning_effort": lambda body, limits: (
             body.reasoning_effort != "none" and not limits.chat_format.takes_effort
         ),
+        "enable_thinking": lambda body, limits: body.enable_thinking and not limits.chat_format.takes_effort,
         "thinking_token_budget": lambda _, limits: limits.chat_format.tag_ids is None,
         "mm_processor_kwargs": lambda body, _: bool(body.mm_processor_kwargs) and not body.images,
     }
@@ -253,6 +254,20 @@ class ChatFields(SamplingFields, Conversation):
         None, description="none, minimal, low, medium, high: for the chat template, or as a budget of reasoning tokens."
     )
     thinking_token_budget: Integer | None = Field(None, ge=0, description="Reasoning ends after this many tokens.")
+    enable_thinking: bool | None = Field(
+        None, description="false is reasoning_effort none; true is the chat template's variable of this name."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_thinking(cls, data: Any) -> Any:
+        asked = data.get("enable_thinking") if isinstance(data, dict) else None
+        if asked is False and data.get("reasoning_effort") is None:
+            return {**data, "reasoning_effort": "none"}
+        variables = (data.get("chat_template_kwargs") or {}) if asked is True else None
+        if isinstance(variables, dict):
+            return {**data, "chat_template_kwargs": {"enable_thinking": True, **variables}}
+        return data
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatFields:

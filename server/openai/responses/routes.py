@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import to_json
 from starlette.responses import Response
 
@@ -33,9 +33,13 @@ _ITEMS = TypeAdapter(list[Item])
 Body = TypeVar("Body", bound=InputBody)
 
 
-class Page(BaseModel):
-    """The query of a page of a list."""
+class ItemsQuery(BaseModel):
+    """The query of the items of an input, which are listed with all that is known of them, whatever `include` names."""
 
+    model_config = ConfigDict(extra="forbid")
+
+    include: str | None = Field(None, validation_alias=AliasChoices("include", "include[]"))
+    beta: str | None = None  # of OpenAI's clients
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
@@ -101,7 +105,7 @@ async def delete_response(responses: InResponses, owner: InOwner, response_id: s
 @router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(http: Request, responses: InResponses, owner: InOwner, response_id: str) -> dict[str, Any]:
     """List a stored response's input, without that of responses before it."""
-    page = Page.model_validate(dict(http.query_params))
+    page = ItemsQuery.model_validate(dict(http.query_params))
     stored = responses.find(owner, response_id)
     items = await _unless_small(stored.num_bytes, lambda: json.loads(stored.input_items))
     if page.order == "desc":
