@@ -105,12 +105,18 @@ class BatchWorker:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     async def _main(self) -> None:
+        reason = ""  # of a stall, which is logged once
         while not self._is_stopping:
             rest_s = RETRY_S
             try:
                 rest_s = await self._turn()
-            except Exception:  # most likely the disk
-                logger.exception("batches are stalled; trying again")
+                if reason:
+                    logger.info("batches go on")
+                reason = ""
+            except Exception as error:  # most likely the disk
+                if str(error) != reason:
+                    logger.exception("batches are stalled; trying again every second")
+                reason = str(error) or type(error).__name__
             if not self._is_stopping:
                 with suppress(asyncio.TimeoutError):  # not the builtin's before Python 3.11
                     await asyncio.wait_for(self._news.wait(), rest_s)

@@ -327,6 +327,29 @@ def test_a_full_disk_is_told(narrow: Live, monkeypatch: pytest.MonkeyPatch) -> N
     assert not list(narrow.context.batches.folder._files.glob("*.tmp"))
 
 
+def test_a_stall_is_logged_once_and_when_it_ends(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.batches.worker.RETRY_S", 0.01)
+    num_failed, keep = 0, NewFile.keep
+
+    def fail(file: NewFile) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed in range(2, 7):  # the first is the input's
+            raise OSError(errno.ENOSPC, "No space left on device")
+        keep(file)
+
+    monkeypatch.setattr(NewFile, "keep", fail)
+    live = serve(data_dir=tmp_path)
+    caplog.set_level("INFO", "server.batches.worker")
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        assert ended(client, create(client, [completion("a")])).status == "completed"
+    eventually(lambda: "batches go on" in caplog.text)
+    said = [record.message for record in caplog.records]
+    assert [said.count(f"batches {each}") for each in ("are stalled; trying again every second", "go on")] == [1, 1]
+
+
 def test_a_file_that_is_too_large(narrow: Live) -> None:
     def pieces() -> Iterator[bytes]:
         yield PURPOSE + b'--X\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
