@@ -214,6 +214,14 @@ def test_the_system_chooses_the_theme_until_the_user_does(serve: Serve, open_pag
     assert (max(map(int, re.findall(r"\d+", before))) < 128) == (scheme == "dark")
 
 
+BAND = "band => [...band.children].map(part => [part.title, part.getBoundingClientRect().width])"
+
+
+def milliseconds(title: str) -> float:
+    number, unit = title.split()[1:]
+    return float(number) * {"ms": 1, "s": 1000}[unit]
+
+
 def test_a_sequence_shows_its_journey_while_it_runs_and_afterwards(serve: Serve, open_page: Open) -> None:
     live = serve(step_s=0.2)
     page = open_page(live)
@@ -228,9 +236,10 @@ def test_a_sequence_shows_its_journey_while_it_runs_and_afterwards(serve: Serve,
     expect(journey.locator("li").last).to_contain_text("running:")
     card(page).get_by_role("button", name="Stop").click()
     expect(journey.locator("li").last).to_contain_text("ended:")
-    widths = [part.evaluate("part => part.getBoundingClientRect().width") for part in journey.locator(".band i").all()]
-    assert len(widths) == 3
-    assert widths[2] > widths[0], "it waited less than it decoded"
+    parts = journey.locator(".band").evaluate(BAND)
+    assert [title.partition(":")[0] for title, _ in parts] == ["waiting", "prefill", "decoding"]
+    widths, times = [width for _, width in parts], [milliseconds(title) for title, _ in parts]
+    assert [width / sum(widths) for width in widths] == pytest.approx([each / sum(times) for each in times], abs=0.05)
     assert len(answer.inner_text()) >= 3
     journey.get_by_role("button", name="Close").click()
     expect(journey).to_be_hidden()
