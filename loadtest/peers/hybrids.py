@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers.decoders import ByteLevel
 
 from engine.files.gguf_header import read_header
 from loadtest.errors import LoadtestError
@@ -30,6 +31,7 @@ _MANY = 1 << 24  # random numbers; a larger tensor repeats them
 def prepare(config: Mapping[str, Any], source: Path, folder: Path, files: Sequence[str], llama_cpp: Path) -> None:
     """Write the named files of a model that are missing; `source` is the embedded GGUF file."""
     metadata = fitted(read_header(source).metadata, config["vocab_size"])
+    metadata = _as_gemmas(metadata) if config["model_type"] == "gemma4_text" else metadata
     folder.mkdir(parents=True, exist_ok=True)
     needed = {"hf", *files} | ({"bf16.gguf"} if set(files) - {"hf"} else set())
     for file in sorted(needed, key=["hf", "bf16.gguf", *files].index):
@@ -42,6 +44,29 @@ def prepare(config: Mapping[str, Any], source: Path, folder: Path, files: Sequen
         else:
             _convert(folder, unfinished, path.stem, llama_cpp)
         unfinished.rename(path)
+
+
+def _as_gemmas(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return a byte-level tokenizer as one of whole characters, whose last 256 tokens are bytes."""
+    plain = ByteLevel()
+    tokens = [plain.decode([token]).replace(" ", "▁") for token in metadata["tokenizer.ggml.tokens"]]
+    seen: set[str] = set()
+    for index, token in enumerate(tokens):
+        if "�" in token or token in seen:
+            tokens[index] = f"▁part{index}"
+        seen.add(token)
+    tokens[-256:] = (f"<0x{byte:02X}>" for byte in range(256))
+    merges = [
+        [plain.decode([part]).replace(" ", "▁") for part in merge.split(" ")]
+        for merge in metadata["tokenizer.ggml.merges"]
+    ]
+    known = set(tokens)
+    return metadata | {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [" ".join(parts) for parts in merges if {*parts, "".join(parts)} <= known],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
 
 
 def _convert(folder: Path, path: Path, kind: str, llama_cpp: Path) -> None:
