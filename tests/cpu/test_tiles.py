@@ -119,6 +119,29 @@ def test_the_machine_multiplies_each_format_as_the_model_does(
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize(("num_rows", "num_inputs"), [(300, 2720), (530, 288)])
+@pytest.mark.parametrize("weight_format", [WeightFormat.BF16, WeightFormat.Q4_SUPER])
+def test_rows_have_the_same_bits_in_any_block(weight_format: WeightFormat, num_rows: int, num_inputs: int) -> None:
+    """Of more rows than the second cache keeps, slices of several panels follow each other; 530 rows are two blocks."""
+    model, num_outputs = tile_model(), 330
+    x = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights, scales = random_weights(model, WeightFormat.Q4_SUPER, num_outputs, num_inputs)
+    if weight_format is WeightFormat.BF16:
+        weights = torch.randn(352 * num_inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+    addresses = weights.data_ptr(), scales.data_ptr(), None
+    linear = LinearArgs(*addresses, num_outputs, num_inputs, weight_format, DTYPES[torch.bfloat16], 0)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(len(rows), num_outputs)
+        model.gemm(GemmArgs(linear, rows.data_ptr(), None, y.data_ptr(), len(rows), num_inputs, num_outputs))
+        return y
+
+    whole = product(x)
+    assert whole.isfinite().all()
+    for row in (0, 17, 264, 265, num_rows - 1):  # alone they are whole panels, without tiles if quantised
+        assert torch.equal(product(x[row : row + 1])[0], whole[row])
+
+
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 112])
 def test_the_machine_attends_as_the_model_does(both: tuple[Library, Library], head_dim: int) -> None:
     """Prompts and decode steps, on several threads, each of which shapes its tiles."""

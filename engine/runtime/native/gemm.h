@@ -9,7 +9,11 @@ enum {
     GROUP = W == 16 ? 12 : W == 8 ? 3 : 2, /* rows, times PANEL / W vectors, that registers hold as sums */
     MOST_ROWS = HAS_TILES ? 2 * TILE_ROWS : GROUP, /* of a group */
     SLICE = 320,                           /* lanes at most: 40 KiB of a panel */
-    BLOCK_GROUPS = 16,                     /* groups whose sums are kept on the stack */
+    TILE_SLICE = 160,                      /* beside groups of 32 rows, which take as much of the cache as the slice */
+    BLOCK_GROUPS = 16,                     /* groups whose sums are kept on the stack, */
+    BLOCK_PANELS = HAS_TILES ? 8 : 1,      /* for so many panels */
+    BLOCK_SUMS = BLOCK_GROUPS * MOST_ROWS * PANEL,
+    KEPT_BYTES = 3 << 19,                  /* of packed rows that stay in the second cache while panels pass */
     LINES_AHEAD = 8,                       /* cache lines to fetch during 4 lanes: as many as these are */
     TILE_LANES = 16,                       /* of a tile of x or of a panel */
     NEAR = 4096,                           /* bytes ahead that a group alone fetches */
@@ -24,8 +28,8 @@ INLINE size_t row_lane_bytes(enum kind kind) { return kind == KIND_BF16 ? 8 : 4;
 
 /* The rows of a group at most. */
 INLINE int64_t most_rows(const struct gemm_args *a) {
-    if (is_quantised(a->w.format)) return is_tiled(a) ? TILE_ROWS : QROWS;
-    return kind_of_weight(a) == KIND_TILES ? 2 * TILE_ROWS : GROUP;
+    if (is_quantised(a->w.format) ? is_tiled(a) : kind_of_weight(a) == KIND_TILES) return 2 * TILE_ROWS;
+    return is_quantised(a->w.format) ? QROWS : GROUP;
 }
 
 int64_t gemm_num_groups(const struct gemm_args *a) {
@@ -41,6 +45,8 @@ INLINE size_t gemm_row_bytes(const struct gemm_args *a) {
     if (kind == KIND_TILES) lanes = (lanes + TILE_LANES - 1) / TILE_LANES * TILE_LANES;
     return lanes * row_lane_bytes(kind);
 }
+
+int64_t gemm_block_panels(void) { return BLOCK_PANELS; }
 
 size_t gemm_rows_bytes(const struct gemm_args *a) { return (size_t)a->m * gemm_row_bytes(a); }
 
@@ -290,28 +296,98 @@ static void gemm_quantised(const struct gemm_args *a, const struct gemm_share *s
         }
 }
 
+/* Panels whose slices follow each other, so that rows that do not stay in the second cache are read once for all of them. Others
+ * are read to their ends: each is one stream. */
+INLINE int64_t block_panels(const struct gemm_args *a, const struct gemm_share *share) {
+    int64_t rows = gemm_group_start(a, share->group_end) - gemm_group_start(a, share->group_begin);
+    return (size_t)rows * gemm_row_bytes(a) > KEPT_BYTES ? BLOCK_PANELS : 1;
+}
+
 /* The same on tiles: a part of a panel is unpacked once for all groups. */
-static void gemm_quantised_tiles(const struct gemm_args *a, const struct gemm_share *share) {
-    float sums[BLOCK_GROUPS * TILE_ROWS * PANEL];
-    struct unpacked part;
-    struct tile_shapes shapes = {0};
+static void multiply_part(const struct gemm_args *a, const struct gemm_share *share, int64_t p, int64_t b, float *sums,
+                          struct tile_shapes *shapes) {
     int64_t num_blocks = quant_num_blocks(a->w.k), block_start = gemm_group_start(a, share->group_begin);
-    for (int64_t p = share->panel_begin; p < share->panel_end; p++)
-        for (int64_t b = 0; b < num_blocks; b += SUPER) {
-            unpack(&a->w, p, b, &part);
-            for (int64_t g = share->group_begin; g < share->group_end; g++) {
-                int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
-                float *done = sums + (first - block_start) * PANEL;
-                if (b == 0) memset(done, 0, (size_t)num_rows * PANEL * sizeof(float));
-                struct quant_group x = quant_group_at(a->w.format, a->w.k, a->rows, first, num_rows);
-                quant_dot_tiles(&part, b, (size_t)num_rows, x, done, &shapes);
-                if (b + SUPER < num_blocks) continue;
-                gemm_prepare(a, first, num_rows, p);
-                scale_rows(&a->w, p * PANEL, num_rows, done);
-                if (a->addends) add_low_rank(a, first, num_rows, p, done);
-                gemm_finish(a, done, first, num_rows, p);
+    struct unpacked part;
+    unpack(&a->w, p, b, &part);
+    for (int64_t g = share->group_begin; g < share->group_end; g++) {
+        int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
+        float *done = sums + (first - block_start) * PANEL;
+        if (b == 0) memset(done, 0, (size_t)num_rows * PANEL * sizeof(float));
+        struct quant_group x = quant_group_at(a->w.format, a->w.k, a->rows, first, num_rows);
+        quant_dot_tiles(&part, b, (size_t)num_rows, x, done, shapes);
+        if (b + SUPER < num_blocks) continue;
+        gemm_prepare(a, first, num_rows, p);
+        scale_rows(&a->w, p * PANEL, num_rows, done);
+        if (a->addends) add_low_rank(a, first, num_rows, p, done);
+        gemm_finish(a, done, first, num_rows, p);
+    }
+}
+
+static void gemm_quantised_tiles(const struct gemm_args *a, const struct gemm_share *share) {
+    const int64_t most = block_panels(a, share);
+    ALIGNED float sums[most * BLOCK_SUMS];
+    struct tile_shapes shapes = {0};
+    for (int64_t p = share->panel_begin, end; p < share->panel_end; p = end) {
+        end = p + most < share->panel_end ? p + most : share->panel_end;
+        for (int64_t b = 0; b < quant_num_blocks(a->w.k); b += SUPER)
+            for (int64_t i = p; i < end; i++) multiply_part(a, share, i, b, sums + (i - p) * BLOCK_SUMS, &shapes);
+    }
+    tile_release();
+}
+
+/* Cache lines to fetch every four lanes. Groups that share a slice fetch the next one together. A group alone meets memory as it
+ * comes, and fetches just ahead of where it is; for a single row what some machines fetch by themselves is enough. */
+INLINE size_t lines_ahead(const struct gemm_args *a, int64_t num_groups) {
+    return a->m == 1 && !fetches_one_row() ? 0 : (LINES_AHEAD - 1) / (size_t)num_groups + 1;
+}
+
+/* A slice of a panel: `num` lanes from `at` on, and what is fetched meanwhile. */
+struct slice {
+    const uint32_t *from;
+    const char *ahead;
+    size_t at, num, lines;
+};
+
+static void multiply_slice(const struct gemm_args *a, const struct gemm_share *share, int64_t p, struct slice s, float *sums,
+                           struct tile_shapes *shapes) {
+    int64_t block_start = gemm_group_start(a, share->group_begin);
+    int is_last = s.at + s.num == (size_t)a->w.k / 2;
+    for (int64_t g = share->group_begin; g < share->group_end; g++) {
+        int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
+        if (is_last) gemm_prepare(a, first, num_rows, p);
+        const char *rows = (const char *)a->rows + (size_t)first * gemm_row_bytes(a) + s.at * (size_t)num_rows * 4;
+        float *done = sums + (first - block_start) * PANEL;
+        size_t lines = (g - share->group_begin) * (int64_t)s.lines < LINES_AHEAD ? s.lines : 0;
+        panel_dot_tiles(num_rows, s.from, rows, s.num, done, s.at == 0, s.ahead, lines, shapes);
+        s.ahead += s.num / 4 * s.lines * 64;
+        if (!is_last) continue;
+        if (a->addends) add_low_rank(a, first, num_rows, p, done);
+        gemm_finish(a, done, first, num_rows, p);
+    }
+}
+
+/* Pairs of bfloat16 on tiles. */
+static void gemm_tiles(const struct gemm_args *a, const struct gemm_share *share) {
+    const size_t lanes = (size_t)a->w.k / 2, rest = lanes > TILE_LANES ? lanes % TILE_LANES : 0; /* a slice of its own */
+    const int64_t num_groups = share->group_end - share->group_begin, most = block_panels(a, share);
+    const size_t most_lanes = num_groups > 1 ? TILE_SLICE : lanes, lines = lines_ahead(a, num_groups);
+    ALIGNED float sums[most * BLOCK_SUMS];
+    struct tile_shapes shapes = {0};
+    for (int64_t p = share->panel_begin, end; p < share->panel_end; p = end) {
+        const uint32_t *panel = (const uint32_t *)a->w.packed + (size_t)p * lanes * PANEL;
+        end = p + most < share->panel_end ? p + most : share->panel_end;
+        for (size_t at = 0, num; at < lanes; at += num) {
+            size_t left = at < lanes - rest ? lanes - rest - at : rest;
+            num = left < most_lanes ? left : most_lanes;
+            const uint32_t *from = panel + at * PANEL, *next = panel + (size_t)(end - p) * lanes * PANEL;
+            if (at + num < lanes) next = from + num * PANEL;
+            for (int64_t i = p; i < end; i++, from += lanes * PANEL) {
+                const uint32_t *ahead = num_groups == 1 ? from + NEAR / 4 : i + 1 < end ? from + lanes * PANEL : next;
+                struct slice slice = {from, (const char *)ahead, at, num, lines};
+                multiply_slice(a, share, i, slice, sums + (i - p) * BLOCK_SUMS, &shapes);
             }
         }
+    }
     tile_release();
 }
 
@@ -322,21 +398,20 @@ void gemm(const struct gemm_args *a, const struct gemm_share *share) {
         return;
     }
     enum kind kind = kind_of_weight(a);
-    size_t lanes = (size_t)a->w.k / pair_of(kind), step = kind == KIND_TILES ? TILE_LANES : 4;
-    size_t rest = kind == KIND_TILES && lanes > TILE_LANES ? lanes % TILE_LANES : 0; /* a slice of its own */
+    if (kind == KIND_TILES) {
+        gemm_tiles(a, share);
+        return;
+    }
+    size_t lanes = (size_t)a->w.k / pair_of(kind);
     int64_t num_groups = share->group_end - share->group_begin;
-    size_t slice_lanes = ((lanes - 1) / ((lanes - 1) / SLICE + 1) / step + 1) * step; /* slices of about one size */
-    /* Groups that share a slice fetch the next one together. A group alone meets memory as it comes, and fetches just ahead
-     * of where it is; for a single row what some machines fetch by themselves is enough. */
-    size_t lines = a->m == 1 && !fetches_one_row() ? 0 : (LINES_AHEAD - 1) / (size_t)num_groups + 1;
-    float sums[BLOCK_GROUPS * MOST_ROWS * PANEL];
-    struct tile_shapes shapes = {0};
+    size_t slice_lanes = ((lanes - 1) / ((lanes - 1) / SLICE + 1) / 4 + 1) * 4; /* slices of about one size */
+    size_t lines = lines_ahead(a, num_groups);
+    float sums[BLOCK_SUMS];
     int64_t block_start = gemm_group_start(a, share->group_begin);
     for (int64_t p = share->panel_begin; p < share->panel_end; p++) {
         const uint32_t *panel = (const uint32_t *)a->w.packed + (size_t)p * lanes * PANEL;
         for (size_t at = 0, num; at < lanes; at += num) {
-            size_t left = at < lanes - rest ? lanes - rest - at : rest;
-            num = left < slice_lanes ? left : slice_lanes;
+            num = lanes - at < slice_lanes ? lanes - at : slice_lanes;
             const uint32_t *slice = panel + at * PANEL;
             const char *ahead = num_groups == 1 ? (const char *)slice + NEAR : (const char *)(slice + num * PANEL);
             for (int64_t g = share->group_begin; g < share->group_end; g++) {
@@ -347,10 +422,7 @@ void gemm(const struct gemm_args *a, const struct gemm_share *share) {
                 rows += at * (size_t)num_rows * row_lane_bytes(kind);
                 float *done = sums + (first - block_start) * PANEL;
                 size_t its_lines = (g - share->group_begin) * (int64_t)lines < LINES_AHEAD ? lines : 0;
-                if (kind == KIND_TILES)
-                    panel_dot_tiles(num_rows, slice, rows, num, done, at == 0, ahead, its_lines, &shapes);
-                else
-                    panel_dot_group(kind, num_rows, slice, rows, num, done, at == 0, ahead, its_lines);
+                panel_dot_group(kind, num_rows, slice, rows, num, done, at == 0, ahead, its_lines);
                 ahead += num / 4 * lines * 64;
                 if (!is_last) continue;
                 if (a->addends) add_low_rank(a, first, num_rows, p, done);
@@ -358,5 +430,4 @@ void gemm(const struct gemm_args *a, const struct gemm_share *share) {
             }
         }
     }
-    if (kind == KIND_TILES) tile_release();
 }

@@ -3,8 +3,8 @@
 
 /* SUPER blocks of a panel. */
 struct unpacked {
-    int8_t codes[SUPER * QBLOCK * PANEL]; /* [inputs / 4][PANEL][4], less their zero */
-    float scales[SUPER * 2 * PANEL], mins[SUPER * 2 * PANEL]; /* [groups][PANEL] */
+    ALIGNED int8_t codes[SUPER * QBLOCK * PANEL]; /* [inputs / 4][PANEL][4], less their zero */
+    ALIGNED float scales[SUPER * 2 * PANEL], mins[SUPER * 2 * PANEL]; /* [groups][PANEL] */
     int64_t num_blocks;
     int group, has_min;
 };
@@ -16,7 +16,7 @@ INLINE void unpack_block(struct quant_format f, const char *panel, vu table, con
                          float *scales, float *mins) {
     const vub zero = (vub)splat_u(0x01010101u * (uint32_t)f.zero);
     UNROLL for (int v = 0; v < PANEL / W; v++) {
-        for (int quad = 0; quad < QBLOCK / 4; quad++) {
+        UNROLL for (int quad = 0; quad < QBLOCK / 4; quad++) { /* shifts are constants then */
             vub code = (vub)load_factors(f, panel + quant_head_bytes(f), quad, v, table) - zero;
             memcpy(codes + (quad * PANEL + v * W) * 4, &code, sizeof code);
         }
@@ -29,7 +29,7 @@ INLINE void unpack_block(struct quant_format f, const char *panel, vu table, con
     }
 }
 
-/* Blocks from `first` on, a multiple of SUPER. */
+/* Blocks from `first` on, a multiple of SUPER. Those behind them are fetched meanwhile. */
 INLINE void unpack_as(int32_t format, const struct linear *w, const char *panel, int64_t first, struct unpacked *to) {
     const struct quant_format f = quant_format_of(format);
     const vu table = f.has_table ? load_table(quant_table_of(w->format)) : splat_u(0);
@@ -45,6 +45,8 @@ INLINE void unpack_as(int32_t format, const struct linear *w, const char *panel,
     panel += quant_super_bytes(f);
     for (int64_t b = 0; b < to->num_blocks; b++, panel += quant_block_bytes(f)) {
         int64_t groups = b * (QBLOCK / f.group) * PANEL;
+        const char *ahead = panel + SUPER * quant_block_bytes(f) + quant_super_bytes(f);
+        for (size_t at = 0; at < quant_block_bytes(f); at += 64) __builtin_prefetch(ahead + at, 0, 2);
         unpack_block(f, panel, table, supers, to->codes + b * QBLOCK * PANEL, to->scales + groups, to->mins + groups);
     }
 }
@@ -69,40 +71,91 @@ static void unpack(const struct linear *w, int64_t p, int64_t first, struct unpa
 #undef UNPACK
 }
 
-/* sums [num][PANEL] += rows . the blocks of a panel from `first` on. */
+/* Groups of inputs whose products are scaled in one pass over the sums, while those of the next ones are multiplied. */
+enum { SCALED = 2 };
+
+/* dots [num][PANEL] = rows . codes of a group of inputs. */
+INLINE void multiply_group(size_t num, const char *rows, const int8_t *codes, int32_t *dots) {
+    const size_t width = PANEL * 4, is_high = num > TILE_ROWS;
+    int32_t *last = dots + TILE_ROWS * PANEL;
+    tile_zero(0), tile_zero(1);
+    tile_load(4, rows, QBLOCK);
+    tile_load(6, codes, width);
+    tile_load(7, codes + TILE_BYTES, width);
+    tile_dot_int8(0, 4, 6);
+    tile_dot_int8(1, 4, 7);
+    if (is_high) {
+        tile_zero(2), tile_zero(3);
+        tile_load(5, rows + TILE_ROWS * QBLOCK, QBLOCK);
+        tile_dot_int8(2, 5, 6);
+        tile_dot_int8(3, 5, 7);
+    }
+    tile_store(0, dots, width), tile_store(1, dots + PANEL / 2, width);
+    if (is_high) tile_store(2, last, width), tile_store(3, last + PANEL / 2, width);
+}
+
+/* sums [num][PANEL] += dots of `count` groups of inputs from `i` on, times their scales, which registers hold. */
+INLINE void add_scaled(int count, int has_min, const struct unpacked *w, int64_t i, size_t num, const float *const *row_scales,
+                       const float *row_sums, int32_t *const *dots, float *sums) {
+    vf scale[SCALED][PANEL / W], min[SCALED][PANEL / W];
+    UNROLL for (int j = 0; j < count; j++)
+        UNROLL for (int v = 0; v < PANEL / W; v++) {
+            scale[j][v] = load_f(w->scales + (i + j) * PANEL + v * W);
+            if (has_min) min[j][v] = load_f(w->mins + (i + j) * PANEL + v * W);
+        }
+    for (size_t r = 0; r < num; r++) {
+        vf row_scale[SCALED], row_sum[SCALED];
+        UNROLL for (int j = 0; j < count; j++) {
+            row_scale[j] = splat(row_scales[j][r]);
+            if (has_min) row_sum[j] = splat(row_sums[(size_t)j * num + r]);
+        }
+        UNROLL for (int v = 0; v < PANEL / W; v++) {
+            const size_t at = r * PANEL + (size_t)v * W;
+            vf sum = load_f(sums + at);
+            UNROLL for (int j = 0; j < count; j++) {
+                vf dot = __builtin_convertvector((vi)load_u(dots[j] + at), vf);
+                sum += dot * (scale[j][v] * row_scale[j]);
+                if (has_min) sum -= min[j][v] * row_sum[j];
+            }
+            store_f(sums + at, sum);
+        }
+    }
+}
+
+/* sums [num][PANEL] += rows . the blocks of a panel from `first` on, for up to two tiles of rows. */
 static void quant_dot_tiles(const struct unpacked *w, int64_t first, size_t num, struct quant_group x, float *sums,
                             struct tile_shapes *shapes) {
     const int groups = QBLOCK / w->group;
+    const size_t low = num < TILE_ROWS ? num : TILE_ROWS;
     struct tile_shapes wanted = {0};
     for (int column = 0; column < 2; column++) {
-        tile_shape(&wanted, column, num, TILE_BYTES);
+        tile_shape(&wanted, column, low, TILE_BYTES);
+        tile_shape(&wanted, 2 + column, num - low, TILE_BYTES);
         tile_shape(&wanted, 6 + column, (size_t)w->group / 4, TILE_BYTES);
     }
-    tile_shape(&wanted, 4, num, (size_t)w->group);
+    tile_shape(&wanted, 4, low, (size_t)w->group);
+    tile_shape(&wanted, 5, num - low, (size_t)w->group);
     tile_reshape(shapes, &wanted);
-    const char *rows = (const char *)x.bytes + (size_t)first * num * QBLOCK;
-    const float *row_scales = x.scales + (size_t)first * num, *row_sums = x.sums + (size_t)(first * groups) * num;
-    for (int64_t i = 0; i < w->num_blocks * groups; i++, row_sums += num) {
-        int32_t dots[TILE_ROWS * PANEL];
-        const int8_t *codes = w->codes + i * w->group * PANEL;
-        const float *scales = w->scales + i * PANEL, *mins = w->mins + i * PANEL;
-        tile_zero(0), tile_zero(1);
-        tile_load(4, rows + (size_t)(i % groups * w->group), QBLOCK);
-        tile_load(6, codes, PANEL * 4);
-        tile_load(7, codes + TILE_BYTES, PANEL * 4);
-        tile_dot_int8(0, 4, 6);
-        tile_dot_int8(1, 4, 7);
-        tile_store(0, dots, PANEL * 4);
-        tile_store(1, dots + PANEL / 2, PANEL * 4);
-        for (size_t r = 0; r < num; r++)
-            UNROLL for (int v = 0; v < PANEL / W; v++) {
-                float *to = sums + r * PANEL + (size_t)v * W;
-                vf dot = __builtin_convertvector((vi)load_u(dots + r * PANEL + (size_t)v * W), vf);
-                vf sum = load_f(to) + dot * (load_f(scales + v * W) * row_scales[r]);
-                if (w->has_min) sum -= load_f(mins + v * W) * row_sums[r];
-                store_f(to, sum);
-            }
-        if (i % groups == groups - 1) rows += num * QBLOCK, row_scales += num;
+    ALIGNED int32_t dots[2 * SCALED][2 * TILE_ROWS * PANEL];
+    const int64_t count = w->num_blocks * groups;
+    for (int64_t i = -SCALED; i < count; i += SCALED) {
+        for (int64_t j = i + SCALED; j < i + 2 * SCALED && j < count; j++) {
+            const char *block = (const char *)x.bytes + (size_t)(first + j / groups) * num * QBLOCK;
+            multiply_group(num, block + j % groups * w->group, w->codes + j * w->group * PANEL, dots[j % (2 * SCALED)]);
+        }
+        if (i < 0) continue;
+        const float *row_scales[SCALED], *row_sums = x.sums + (size_t)(first * groups + i) * num;
+        int32_t *its_dots[SCALED];
+        for (int j = 0; j < SCALED; j++) {
+            row_scales[j] = x.scales + (size_t)(first + (i + j) / groups) * num;
+            its_dots[j] = dots[(i + j) % (2 * SCALED)];
+        }
+#define ADD(count, has_min) add_scaled(count, has_min, w, i, num, row_scales, row_sums, its_dots, sums)
+        if (i + SCALED > count && w->has_min) ADD(1, 1);
+        else if (i + SCALED > count) ADD(1, 0);
+        else if (w->has_min) ADD(SCALED, 1);
+        else ADD(SCALED, 0);
+#undef ADD
     }
 }
 

@@ -99,14 +99,13 @@ static void run_gemm(const void *context, int64_t begin, int64_t end) {
     const struct gemm_jobs *all = context;
     while (begin < end) {
         const struct gemm_job *job = job_of(all->jobs, all->num, begin);
-        int64_t panel = (begin - job->first) / job->num_blocks, block = (begin - job->first) % job->num_blocks;
-        int64_t rest = num_panels_of(job) - panel, num_panels = rest < end - begin ? rest : end - begin;
-        if (job->num_blocks > 1) num_panels = 1;
-        int64_t group = block * job->groups_per_block;
-        struct gemm_share share = {panel, panel + num_panels, group, group + job->groups_per_block};
+        int64_t number = begin - job->first, num = job->num_blocks > 1 ? 1 : end - begin, most = job->panels_per_block;
+        int64_t panel = number / job->num_blocks * most, group = number % job->num_blocks * job->groups_per_block;
+        struct gemm_share share = {panel, panel + num * most, group, group + job->groups_per_block};
+        if (share.panel_end > num_panels_of(job)) share.panel_end = num_panels_of(job);
         if (share.group_end > job->num_groups) share.group_end = job->num_groups;
         gemm(&job->args, &share);
-        begin += num_panels;
+        begin += (share.panel_end - panel + most - 1) / most;
     }
 }
 
@@ -121,7 +120,9 @@ static int64_t cut(struct gemm_job *job, int64_t first, int64_t enough) {
     while (job->groups_per_block > 1 && num_panels * ((job->num_groups - 1) / job->groups_per_block + 1) < enough)
         job->groups_per_block /= 2;
     job->num_blocks = (job->num_groups - 1) / job->groups_per_block + 1;
-    return num_panels * job->num_blocks;
+    job->panels_per_block = job->num_blocks > 1 ? gemm_block_panels() : 1;
+    while (job->panels_per_block > 1 && num_panels / job->panels_per_block * job->num_blocks < enough) job->panels_per_block /= 2;
+    return ((num_panels - 1) / job->panels_per_block + 1) * job->num_blocks;
 }
 
 void multiply_all(struct gemm_job *jobs, int64_t num_jobs) {

@@ -244,10 +244,10 @@ struct gemm_share {
 };
 
 /* A product with packed rows, as a part of the team's work. Shares are numbered panel by panel, the blocks of groups of
- * one panel together: threads that work at the same time then read the same weights. */
+ * one panel, or of a few, together: threads that work at the same time then read the same weights. */
 struct gemm_job {
     struct gemm_args args;
-    int64_t num_groups, groups_per_block, num_blocks;
+    int64_t num_groups, groups_per_block, num_blocks, panels_per_block;
     int64_t first; /* number of its first share, or group, among those of all jobs */
 };
 
@@ -378,6 +378,7 @@ void attend(const struct attend_args *, const struct attend_task *, void *scratc
 void attend_merge(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
 /* A product, its rows packed in groups. */
 int64_t gemm_num_groups(const struct gemm_args *);
+int64_t gemm_block_panels(void); /* that a share has together, where groups of rows are several blocks */
 size_t gemm_rows_bytes(const struct gemm_args *);
 void gemm_pack_group(const struct gemm_args *, int64_t group, const void *x_rows, int64_t stride);
 range_work gemm_pack_rows;

@@ -9,6 +9,7 @@
 #include "vec.h"
 
 enum { TILE_ROWS = 16, TILE_BYTES = 64, NUM_TILES = 8 };
+#define ALIGNED _Alignas(TILE_BYTES) /* a tile's row behind a line's end takes two loads */
 #ifdef TILES
 enum { HAS_TILES = 1 };
 #else
