@@ -41,11 +41,30 @@ Family = Callable[[HFConfig], ModelConfig]
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
+_KV_HEADS, _HEAD = "num_key_value_heads", "head_dim"
+# What transformers takes for settings that a config.json leaves out, where a family differs from Llama.
+_LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    **{kind: {_KV_HEADS: 4} for kind in ("smollm3", "granite_swa", "qwen3_moe", "lfm3")},
+    **{kind: {_KV_HEADS: 8} for kind in ("bamba", "glm4_moe", "gpt_oss", "lfm2", "lfm2_moe", "mixtral", "nemotron_h")},
+    **{kind: {_KV_HEADS: 4, _HEAD: 256} for kind in ("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text")},
+    **{kind: {_KV_HEADS: 2, _HEAD: 256} for kind in ("gemma3n_text", "qwen3_next", "qwen3_5_moe_text")},
+    **{kind: {"rms_norm_eps": 1e-5} for kind in ("olmo2", "olmo3", "phi3")},
+    "falcon_h1": {_KV_HEADS: 8, "mamba_d_head": 128},
+    "gemma": {_KV_HEADS: 16, _HEAD: 256},
+    "mistral": {_KV_HEADS: 8, "sliding_window": 4096},
+    "qwen2": {_KV_HEADS: 32, "sliding_window": 4096},
+    "qwen2_moe": {_KV_HEADS: 16},
+    "qwen3": {_KV_HEADS: 32, _HEAD: 128},
+    "qwen3_5_text": {_KV_HEADS: 4, _HEAD: 256},
+}
+
+
 def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
     """Return the ModelConfig of a config.json; `source` is named in errors."""
     hf = HFConfig(values, source)
     hf.require(hf.text("model_type") in FAMILIES, "model_type", f"one of {', '.join(FAMILIES)}")
-    config = family_of(hf.text("model_type"))(hf)
+    left_out = _LEFT_OUT.get(hf.text("model_type"), {})
+    config = family_of(hf.text("model_type"))(HFConfig({**left_out, **values}, source))
     for heads in {layer.heads for layer in config.layers}:
         if heads.num_heads % heads.num_kv_heads:
             raise ModelLoadError(
