@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from engine.core.errors import InvalidRequestError, UnsupportedError
 from engine.core.shown import shorten
 from engine.text.chat_template import in_parts
-from engine.text.fields.body import Integer, RequestBody, or_text
+from engine.text.fields.body import RequestBody, or_text
 
 _KINDS = ("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -217,54 +217,3 @@ def last_marks(marks: Iterable[tuple[MarkPosition, CacheControl]]) -> dict[float
     return {
         seconds: place for seconds, place in last.items() if all(place > at for s, at in last.items() if s > seconds)
     }
-
-
-# type -> (the blocks that it removes, how many it keeps by default, the tokens from which it applies)
-_CLEARS = {"clear_thinking_20251015": ("thinking", 1, 0), "clear_tool_uses_20250919": ("tool_use", 3, 100_000)}
-
-
-class Amount(RequestBody):
-    """How much to keep, or from where on an edit applies."""
-
-    type: Literal["thinking_turns", "tool_uses", "input_tokens"] = Field(description="Which kind of object this is.")
-    value: Integer = Field(ge=0, description="How many.")
-
-
-class ContextEdit(RequestBody):
-    """One edit."""
-
-    type: str = Field(description="Which kind of object this is.")
-    keep: Literal["all"] | Amount | None = Field(None, description="What an edit keeps.")
-    trigger: Amount | None = Field(None, description="When an edit begins.")
-
-    def is_idle(self, turns: Sequence[Turn], max_model_len: int) -> bool:
-        """Return whether the edit certainly removes nothing of these turns."""
-        kind, num_kept, from_tokens = _CLEARS.get(self.type, ("", 0, 0))
-        trigger = self.trigger
-        if trigger is not None and trigger.type == "input_tokens":
-            from_tokens = trigger.value
-        if from_tokens >= max_model_len:
-            return True  # a prompt of that length is refused anyway
-        if not kind or self.keep == "all":
-            return bool(kind)
-        if self.keep is not None:
-            num_kept = self.keep.value
-        if trigger is not None and trigger.type == "tool_uses":
-            num_kept = max(num_kept, trigger.value)
-        found = [sum(block.type == kind for block in turn.content) for turn in turns]
-        return sum(map(bool, found) if kind == "thinking" else found) <= num_kept
-
-
-class ContextManagement(RequestBody):
-    """The edits, in order."""
-
-    edits: list[ContextEdit] = Field(default_factory=list, description="The edits, each of one type.")
-
-    def check_idle(self, turns: Sequence[Turn], max_model_len: int) -> None:
-        """Raise ApiError for an edit that might remove a part of these turns."""
-        for number, edit in enumerate(self.edits):
-            if not edit.is_idle(turns, max_model_len):
-                raise UnsupportedError(
-                    f"context_management.edits.{number}",
-                    f"{edit.type} may take away parts of this conversation, which is not done here; leave it out.",
-                )

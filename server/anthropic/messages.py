@@ -15,7 +15,7 @@ from starlette.responses import Response
 from engine.core.errors import ClientError, ContextLengthError, InvalidRequestError
 from engine.core.types import Pin
 from engine.text.chat.history import Owner
-from engine.text.chat.limits import ModelLimits, num_common
+from engine.text.chat.limits import num_common
 from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody
 from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
@@ -28,7 +28,6 @@ from server.anthropic.blocks import (
     Block,
     Blocks,
     CacheControl,
-    ContextManagement,
     MarkPosition,
     Turn,
     chat_messages,
@@ -151,7 +150,12 @@ class CountBody(TranslatedBody):
     NO_OPS: ClassVar[frozenset[str]] = frozenset(
         {"diagnostics", "inference_geo", "service_tier", "user_profile_id", "workspace_id"}
     )
-    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**TranslatedBody.HINTS, "speed": ("standard",)}
+    # Edits would shorten the conversation: without them, one that is too long is a 400.
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **TranslatedBody.HINTS,
+        "context_management": ({},),
+        "speed": ("standard",),
+    }
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **TranslatedBody.UNSUPPORTED,
         "container": Refused(),
@@ -170,7 +174,6 @@ class CountBody(TranslatedBody):
         "output_config.effort": lambda body, limits: (
             body.output_config.effort is not None and not limits.chat_format.takes_effort
         ),
-        "context_management": lambda body, limits: body._edits_are_idle(limits),  # noqa: SLF001 - its own
     }
     OWN_TOOLS = ("custom", None)
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
@@ -192,9 +195,6 @@ class CountBody(TranslatedBody):
     )
     output_config: OutputConfig = Field(default_factory=OutputConfig, description="Effort and form of the answer.")
     output_format: OutputFormat | None = Field(None, description="JSON of a schema.")
-    context_management: ContextManagement | None = Field(
-        None, description="Edits of the conversation; only those that change nothing are taken."
-    )
     metadata: Metadata | None = Field(None, description="No effect.")
     cache_control: CacheControl | None = Field(None, description="Pin the prompt's K/V up to this block.")
 
@@ -219,12 +219,6 @@ class CountBody(TranslatedBody):
             message = "output_format and output_config.format mean the same; send only one."
             raise InvalidRequestError(message, param="output_format")
         return self
-
-    def _edits_are_idle(self, limits: ModelLimits) -> bool:
-        """Return True: edits that would change something are refused."""
-        if self.context_management is not None:
-            self.context_management.check_idle(self.messages, limits.max_model_len)
-        return True
 
     def to_chat(self) -> ChatBody:
         """Return the chat. A last message of the assistant is continued."""
