@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,16 +27,8 @@ from engine.llm.unserved import refuse_arguments
 from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.sampling import QueueFields
-from engine.text.prompt_results import (
-    Reduction,
-    activated,
-    check_likelihoods,
-    check_reduction,
-    cosine,
-    first_scored,
-    likelihood,
-    unit_vector,
-)
+from engine.text.prompt_results import activated, unit_vector
+from engine.text.requests.scoring import Compared, Reduction, plan_scores
 from engine.text.requests.vector_reader import Truncation, VectorReader
 
 _Make = Callable[[], Job]
@@ -145,8 +138,8 @@ class VectorMethods(ABC):
         texts = _texts("documents", documents)
         if not texts:
             raise InvalidRequestError("There are no documents; give at least one.", param="documents")
-        types = "query", "document"
-        found = self._matches([query], texts, truncate_prompt_tokens, lora, types, progress=progress)
+        pairs = Compared([query], texts, ("query", "documents"), ("query", "document"))
+        found = self._scored(pairs, truncate_prompt_tokens, lora, progress=progress)
         ranked = [RankedDocument(index, each.outputs.score, texts[index]) for index, each in enumerate(found)]
         return sorted(ranked, key=lambda each: -each.score)[:top_n]
 
@@ -165,56 +158,31 @@ class VectorMethods(ABC):
         """Return how well each text_2 matches its text_1, or its likelihood behind that, as /v1/score does."""
         progress, lora = refuse_arguments("score", others, progress, lora)
         check_choice("reduction", reduction, ("mean", "sum"), ())
-        firsts, seconds_ = _texts("text_1", text_1), _texts("text_2", text_2)
-        if len(firsts) not in (1, len(seconds_)):
+        firsts, seconds = _texts("text_1", text_1), _texts("text_2", text_2)
+        if len(firsts) not in (1, len(seconds)):
             raise InvalidRequestError(
-                f"text_1 has {len(firsts)} texts and text_2 {len(seconds_)}; give one text_1, or as many as there are "
-                "text_2.",
+                f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}; give one text_1, or as many as there are text_2.",
                 param="text_1",
             )
-        if not self._limits.generates:
-            check_reduction(reduction)
-            return self._matches(firsts, seconds_, truncate_prompt_tokens, lora, (None, None), progress=progress)
-        check_likelihoods(seconds_, truncate_prompt_tokens)
-        firsts *= len(seconds_) if len(firsts) == 1 else 1
-        params = EngineParams(max_tokens=0, prompt_logprobs=0, adapter=self._adapter(lora))
-        wholes = [first + second for first, second in zip(firsts, seconds_, strict=True)]
-        jobs = self._run([partial(self._reading, whole, params) for whole in wholes], progress)
-        contexts = [self._limits.tokenizer.encode(text, add_special_tokens=True) for text in firsts]
-        return [
-            _scored(likelihood(job.info().logprobs or (), first_scored(context, job.request.prompt), reduction), job)
-            for job, context in zip(jobs, contexts, strict=True)
-        ]
+        return self._scored(Compared(firsts, seconds), truncate_prompt_tokens, lora, reduction, progress=progress)
 
-    def _matches(
-        self,
-        firsts: Sequence[str],
-        seconds_: Sequence[str],
-        most: int | None,
-        lora: str | None,
-        types: tuple[str | None, str | None],
-        *,
-        progress: bool,
+    def _scored(
+        self, texts: Compared, most: int | None, lora: str | None, reduction: Reduction = "mean", *, progress: bool
     ) -> list[ScoringRequestOutput]:
-        """Return the scores of pairs by a classifier, or the cosines of an embedder's vectors."""
-        reader, params = VectorReader(self._limits), self._pooled("auto", lora)
-        truncation, makers = reader.truncation(most, None), list[_Make]()
-        if reader.settings.labels:
-            reader.require_one_label()
-            activation = reader.settings.pair_activation
-            pairs = zip(list(firsts) * (len(seconds_) if len(firsts) == 1 else 1), seconds_, strict=True)
-            names = ("query", "documents") if types[0] else ("text_1", "text_2")
-            jobs = self._run([partial(self._pair, *pair, names, params, truncation) for pair in pairs], progress)
-            return [_scored(activated(job.info().pooled or (0.0,), activation)[0], job) for job in jobs]
-        for texts, prompt in zip((firsts, seconds_), map(reader.prompt, types), strict=True):
-            makers += [partial(self._reading, text, params, truncation, prompt) for text in texts]
+        """Return the scores of pairs of texts. Raises ClientError."""
+        reader = VectorReader(self._limits)
+        plan = plan_scores(reader, texts, reader.truncation(most, None), reader.pooling("auto"), reduction=reduction)
+        params = replace(plan.params, adapter=self._adapter(lora))
+        makers = [partial(self._job, ReadPrompt(None, None), ids, params, _RULES, _IN_TURN) for ids in plan.prompts]
         jobs = self._run(makers, progress)
-        vectors = [unit_vector(job.info().pooled or ()) for job in jobs]
-        one, others = jobs[: len(firsts)], jobs[len(firsts) :]
-        places = range(len(firsts)) if len(firsts) > 1 else [0] * len(seconds_)
+        scores = plan.scores([plan.shape(index, job.info()) for index, job in enumerate(jobs)])
         return [
-            _scored(cosine(vectors[place], vector), one[place], job)
-            for place, vector, job in zip(places, vectors[len(firsts) :], others, strict=True)
+            ScoringRequestOutput(
+                request_id=jobs[parts[-1]].request.request_id,
+                prompt_token_ids=[token for part in parts for token in jobs[part].request.prompt],
+                outputs=ScoringOutput(score),
+            )
+            for parts, score in zip(plan.parts, scores, strict=True)
         ]
 
     def _pooled(self, pooling: str, lora: str | None) -> EngineParams:
@@ -224,24 +192,14 @@ class VectorMethods(ABC):
 
     def _reading(self, prompt: Prompt, params: EngineParams, truncation: Truncation = _WHOLE, before: str = "") -> Job:
         """Return the job of a prompt that is only read. Raises ClientError."""
-        read, reader = read_prompt(prompt), VectorReader(self._limits)
+        read = read_prompt(prompt)
         if read.images:
             read, ids = self._read(prompt)
-        elif read.ids is None:
-            ids = reader.text(read.text or "", "prompt", truncation, prompt=before)
+            self._limits.check_readable(len(ids), "prompts")
         else:
-            self._limits.check_ids(read.ids, "prompt")
-            ids = truncation.cut(read.ids)
-        if not ids:
-            raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
-        self._limits.check_readable(len(ids), "prompts")
+            given = read.ids if read.ids is not None else read.text or ""
+            ids = VectorReader(self._limits).read(given, "prompt", truncation, prompt=before)
         return self._job(read, ids, params, _RULES, _IN_TURN)
-
-    def _pair(
-        self, first: str, second: str, names: tuple[str, str], params: EngineParams, truncation: Truncation
-    ) -> Job:
-        ids = VectorReader(self._limits).pair(first, second, names, truncation)
-        return self._job(read_prompt(first), ids, params, _RULES, _IN_TURN)
 
 
 def _texts(name: str, given: str | Sequence[str]) -> list[str]:
@@ -250,11 +208,3 @@ def _texts(name: str, given: str | Sequence[str]) -> list[str]:
     if all(isinstance(text, str) for text in texts):
         return texts
     raise InvalidRequestError(f"{name} must be a text or a list of texts.", param=name)
-
-
-def _scored(score: float, *jobs: Job) -> ScoringRequestOutput:
-    return ScoringRequestOutput(
-        request_id=jobs[-1].request.request_id,
-        prompt_token_ids=[token for job in jobs for token in job.request.prompt],
-        outputs=ScoringOutput(score),
-    )

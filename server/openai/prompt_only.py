@@ -286,25 +286,13 @@ async def read_inputs(
     input_type: str | None = None,
 ) -> list[EngineRequest]:
     """Return one request an input, a text or token ids, behind its prompt. Raises ClientError."""
-    reader, limits = model.reader, model.limits
+    reader, special = model.reader, body.add_special_tokens
     truncation, prompt = body.truncation(reader), reader.prompt(input_type)
 
     def read(one: Prompt) -> list[int]:
-        if isinstance(one, str):
-            ids = reader.text(one, "input", truncation, prompt=prompt, add_special_tokens=body.add_special_tokens)
-        else:
-            limits.check_ids(one, "input")
-            ids = truncation.cut(one)
-        if not ids:
-            raise InvalidRequestError("The input has no tokens; send at least one.", param="input")
-        limits.check_readable(len(ids), "input")
-        return ids
+        return reader.read(one, "input", truncation, prompt=prompt, add_special_tokens=special)
 
     num_chars = sum(len(one) for one in inputs if isinstance(one, str))
     prompts = await aside(lambda: read_each(read, inputs), num_chars)
-    return responder.requests(body, adapter, prompts, [pooling_params(model, config)] * len(prompts))
-
-
-def pooling_params(model: ServedModel, config: AppConfig) -> SamplingParams:
-    """Return the parameters of prompts that are pooled."""
-    return SamplingParams(max_tokens=0, pooling=model.reader.pooling(config.pooling))
+    params = SamplingParams(max_tokens=0, pooling=reader.pooling(config.pooling))
+    return responder.requests(body, adapter, prompts, [params] * len(prompts))

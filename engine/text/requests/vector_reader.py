@@ -47,7 +47,7 @@ class VectorReader:
     """The reader of one model."""
 
     def __init__(self, limits: ModelLimits) -> None:
-        self._limits, self._tokenizer, self.settings = limits, limits.tokenizer, limits.vectors
+        self.limits, self._tokenizer, self.settings = limits, limits.tokenizer, limits.vectors
 
     def pooling(self, asked: str) -> Pooling:
         """Return how vectors are made, as asked or as the model's files say. Raises ConfigError."""
@@ -66,13 +66,18 @@ class VectorReader:
 
     def truncation(self, most: int | None, side: str | None) -> Truncation:
         """Return what two fields of a request ask for; -1 is as many as the model takes. Raises InvalidRequestError."""
-        longest = self._limits.most_readable
+        longest = self.limits.most_readable
         if most is not None and not (most == -1 or 1 <= most <= longest):
             raise InvalidRequestError(
                 f"truncate_prompt_tokens is {most}; give 1 to {longest}, or -1 for as many as this model takes.",
                 param="truncate_prompt_tokens",
             )
         return Truncation(longest if most == -1 else most, side == "left")
+
+    @property
+    def compares_vectors(self) -> bool:
+        """Return whether two texts are compared by their vectors."""
+        return not (self.settings.labels or self.limits.generates)
 
     def require_vectors(self) -> None:
         """Raise InvalidRequestError for a model that makes scores."""
@@ -83,7 +88,7 @@ class VectorReader:
     def require_labels(self) -> None:
         """Raise InvalidRequestError for a model that is no classifier."""
         if not self.settings.labels:
-            does = "generates text; send it to /v1/chat/completions" if self._limits.generates else self.settings.served
+            does = "generates text; send it to /v1/chat/completions" if self.limits.generates else self.settings.served
             message = f"This model scores no labels: it {does}, or choose a model for sequence classification."
             raise InvalidRequestError(message, param="model")
 
@@ -91,7 +96,7 @@ class VectorReader:
         """Raise InvalidRequestError for a model that says nothing of how well two texts match."""
         if self.settings.labels:
             self.require_one_label()
-        elif self._limits.generates:
+        elif self.limits.generates:
             raise InvalidRequestError(
                 "This model generates text, and is no reranker; choose one for sequence classification or an embedder, or send "
                 "texts to /v1/score, which tells how likely one is as the continuation of the other.",
@@ -113,15 +118,29 @@ class VectorReader:
             raise InvalidRequestError(message, param="input_type")
         return found
 
-    def text(
-        self, text: str, param: str, truncation: Truncation, *, prompt: str = "", add_special_tokens: bool = True
+    def read(
+        self,
+        given: str | Sequence[int],
+        param: str,
+        truncation: Truncation,
+        *,
+        prompt: str = "",
+        add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the ids of a text, of which some is kept. Raises ContextLengthError or InvalidRequestError."""
-        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
-        num_behind = self._tokenizer.num_around[1] * add_special_tokens
-        if self.settings.lowers:
-            prompt, text = prompt.lower(), text.lower()
-        return self._cut(lambda shown: encode(prompt + shown), text, param, truncation, num_behind)
+        """Return the ids of a text behind its prompt, or given ids, of which some are kept. Raises ClientError."""
+        if isinstance(given, str):
+            encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
+            num_behind = self._tokenizer.num_around[1] * add_special_tokens
+            if self.settings.lowers:
+                prompt, given = prompt.lower(), given.lower()
+            ids = self._cut(lambda shown: encode(prompt + shown), given, param, truncation, num_behind)
+        else:
+            self.limits.check_ids(given, param)
+            ids = truncation.cut(given)
+        if not ids:
+            raise InvalidRequestError(f"The {param} has no tokens; send at least one.", param=param)
+        self.limits.check_readable(len(ids), param)
+        return ids
 
     def pair(
         self,
@@ -136,12 +155,12 @@ class VectorReader:
 
         Raises ContextLengthError, which names the field of the text that is too long, or InvalidRequestError.
         """
-        self._limits.check_length(len(first), names[0])
+        self.limits.check_length(len(first), names[0])
         encode, num_behind = self._pair_encoder(first, add_special_tokens=add_special_tokens)
         ids = self._cut(encode, second, names[1], truncation, num_behind)
-        if len(ids) > self._limits.most_readable:
-            self._limits.check_readable(len(encode("")), names[0])
-            self._limits.check_readable(len(ids), names[1])
+        if len(ids) > self.limits.most_readable:
+            self.limits.check_readable(len(encode("")), names[0])
+            self.limits.check_readable(len(ids), names[1])
         return ids
 
     def _pair_encoder(self, first: str, *, add_special_tokens: bool) -> tuple[Callable[[str], list[int]], int]:
@@ -159,10 +178,10 @@ class VectorReader:
     ) -> list[int]:
         """Return the ids that `encode` makes of a text and what stands around it; of these, the text is cut."""
         if truncation.most is None:
-            self._limits.check_length(len(text), param)
+            self.limits.check_length(len(text), param)
             return encode(text)
         # What cannot be among the tokens that are kept is not encoded.
-        most = self._limits.max_model_len * self._tokenizer.max_token_chars
+        most = self.limits.max_model_len * self._tokenizer.max_token_chars
         ids = encode(text[-most:] if truncation.keeps_end else text[:most])
         num_before = len(encode("")) - num_behind if len(ids) > truncation.most else 0
         return truncation.cut(ids, num_before, num_behind)
