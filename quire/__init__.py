@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.llm import (
         LLM,
-        BeamSearchParams,
         CompletionOutput,
         EmbeddingRequestOutput,
         RequestOutput,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
-    "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "RequestOutput",

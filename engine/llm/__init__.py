@@ -5,8 +5,6 @@ templates, parsers and grammars are those of engine/text, which the daemon uses 
 """
 
 from engine.llm.job import (
-    BeamSearchOutput,
-    BeamSearchSequence,
     CompletionOutput,
     EmbeddingRequestOutput,
     RequestOutput,
@@ -14,14 +12,11 @@ from engine.llm.job import (
     ToolCall,
 )
 from engine.llm.offline import LLM
-from engine.llm.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from engine.llm.params import SamplingParams, StructuredOutputsParams
 from engine.llm.prompts import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "RequestOutput",

@@ -82,45 +82,6 @@ class ScoringRequestOutput(_Result[ScoringOutput]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearchSequence:
-    """One beam: the prompt and its continuation."""
-
-    tokens: list[int]
-    text: str
-    cum_logprob: float
-    logprobs: PromptLogprobs
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-@dataclass(frozen=True, slots=True)
-class BeamSearchOutput:
-    """The beams of one prompt, best first."""
-
-    sequences: list[BeamSearchSequence]
-
-
-def beam_output(output: RequestOutput, tokenizer: TextTokenizer) -> BeamSearchOutput:
-    """Return the answers of a beam search as vLLM's `beam_search` returns them."""
-    prompt = output.prompt
-    if prompt is None:
-        prompt = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True)
-    return BeamSearchOutput(
-        [
-            BeamSearchSequence(
-                tokens=output.prompt_token_ids + answer.token_ids,
-                text=prompt + answer.text,
-                cum_logprob=answer.cumulative_logprob or 0.0,
-                logprobs=answer.logprobs or [],
-                finish_reason=answer.finish_reason,
-                stop_reason=answer.stop_reason,
-            )
-            for answer in output.outputs
-        ]
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """A tool call of an answer."""
 

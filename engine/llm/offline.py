@@ -29,13 +29,8 @@ from engine.core.types import SamplingParams as EngineParams
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.images import most_images
 from engine.llm.arguments import adapters_of, check_choice, check_kind, engine_config, for_each, typed
-from engine.llm.job import (
-    BeamSearchOutput,
-    Job,
-    RequestOutput,
-    beam_output,
-)
-from engine.llm.params import BeamSearchParams, SamplingParams
+from engine.llm.job import Job, RequestOutput
+from engine.llm.params import SamplingParams
 from engine.llm.prompts import Prompt, ReadPrompt, listed, read_prompt, with_addresses
 from engine.llm.unserved import missing, refuse_arguments
 from engine.llm.vectors import VectorMethods
@@ -226,17 +221,6 @@ class LLM(VectorMethods):
             for one, own in zip(conversations, each, strict=True)
         ]
         return [job.output() for job in self._run(makers, progress)]
-
-    @typed(InvalidRequestError)
-    def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, lora: str | None = None, **others: Any
-    ) -> list[BeamSearchOutput]:
-        """Return the best continuations of each prompt, as vLLM's method does: texts and tokens begin with the prompt."""
-        progress, lora = refuse_arguments("beam_search", others, progress=False, lora=lora)
-        if not isinstance(params, BeamSearchParams):
-            raise InvalidRequestError(f"params is a {type(params).__name__}; give BeamSearchParams.", param="params")
-        outputs = self.generate(prompts, params.to_sampling(), lora=lora, progress=progress)
-        return [beam_output(output, self._tokenizer) for output in outputs]
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer as one of transformers', as vLLM's method does."""

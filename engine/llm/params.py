@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self, TypedDict
@@ -60,31 +59,6 @@ class SamplingParams(SamplingFields, extra="forbid", frozen=False):
         values = {name: getattr(self, name) for name in type(self).model_fields}
         values |= {"logprobs": self.logprobs is not None, "top_logprobs": self.logprobs}
         return checked(ChatFields, {**values, **conversation})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearchParams:
-    """How LLM.beam_search searches; vLLM's names. It keeps `beam_width` beams and returns as many answers, best first."""
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-
-    def to_sampling(self) -> SamplingParams:
-        """Return the same as sampling parameters. Raises InvalidRequestError."""
-        return SamplingParams(
-            use_beam_search=True,
-            n=self.beam_width,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            length_penalty=self.length_penalty,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            logprobs=0,
-        )
 
 
 def _is_foreign(name: str, value: Any) -> bool:

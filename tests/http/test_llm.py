@@ -133,6 +133,8 @@ def test_stopping_is_the_daemons(llm: LLM, workshop: Workshop) -> None:
 
 
 def test_a_beam_search_gives_distinct_answers_best_first(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match="use generate with SamplingParams"):
+        llm.beam_search("hi|", None)
     params = SamplingParams(use_beam_search=True, n=3, length_penalty=0.0, early_stopping="never", logprobs=0)
     for [output] in (llm.generate("hi|", params), llm.chat([{"role": "user", "content": "hi"}], params)):
         totals = [one.cumulative_logprob for one in output.outputs]
@@ -469,7 +471,6 @@ def test_an_argument_of_another_type_is_named(llm: LLM) -> None:
         (llm.rerank, {"query": 3, "documents": ["a"]}, "query is 3; it must be a string"),
         (llm.rerank, {"query": "a", "documents": ["a"], "top_n": "x"}, "top_n is 'x'; it must be a whole number"),
         (llm.rerank, {"query": "a", "documents": ["a"], "top_n": 0}, "top_n is 0; give 1 at least"),
-        (llm.beam_search, {"prompts": "a", "params": 3}, "params is a int; give BeamSearchParams"),
     ):
         with pytest.raises(InvalidRequestError, match=sentence):
             call(**arguments)  # type: ignore[operator]

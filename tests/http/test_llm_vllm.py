@@ -14,7 +14,7 @@ from test_llm import Workshop, workshop  # noqa: F401 - a fixture
 import quire
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.text.types import SamplingDefaults
-from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, TokensPrompt
+from quire import LLM, SamplingParams, StructuredOutputsParams, TokensPrompt
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_prompts_as_dicts(llm: LLM) -> None:
         llm.generate(["a", "b"], priority=[1])
 
 
-def test_vectors_scores_and_beams(llm: LLM) -> None:
+def test_vectors_and_scores(llm: LLM) -> None:
     vectors = [output.outputs.embedding for output in llm.embed(["one", "two"], pooling="mean", use_tqdm=False)]
     assert [math.hypot(*vector) for vector in vectors] == pytest.approx([1, 1])
     assert vectors[0] != vectors[1]
@@ -139,11 +139,6 @@ def test_vectors_scores_and_beams(llm: LLM) -> None:
     for params in ("x", 3, [3]):
         with pytest.raises(InvalidRequestError, match="give SamplingParams, one for all or one each"):
             llm.generate(["a"], params)
-    [beams] = llm.beam_search("hi|", BeamSearchParams(beam_width=2, max_tokens=3))
-    assert len(beams.sequences) == 2
-    assert beams.sequences[0].text.startswith("hi|")
-    assert beams.sequences[0].tokens[:3] == list(b"hi|")
-    assert beams.sequences[0].cum_logprob >= beams.sequences[1].cum_logprob
 
 
 def test_the_tokenizer(llm: LLM) -> None:
