@@ -56,11 +56,6 @@ class ChoiceTimes:
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
 
-    @property
-    def is_completed(self) -> bool:
-        """Return whether it ended by a stop or by its length."""
-        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-
 
 class Timeline:
     """Takes every event of an answer, in order, by choice of all prompts."""
