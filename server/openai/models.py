@@ -1,18 +1,16 @@
-"""The models: /v1/models and /v1/models/{id}, in OpenAI's or Anthropic's shape; load and unload."""
+"""The models: /v1/models and /v1/models/{id}, in OpenAI's and Anthropic's shape at once; load and unload."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from server.answers.models import Entry, State
 from server.answers.parts import InModels, InOwner, check_operator
-from server.http.middleware import state_of
 from server.http.openapi import answers
 from server.http.threads import unless_disconnected
 from server.protocol.documents import ResponseBody
@@ -28,80 +26,33 @@ class ModelStatus(ResponseBody):
 
 
 class ModelCard(ResponseBody):
-    """A model: OpenAI's four fields, and vLLM's."""
+    """A model: OpenAI's four fields, Anthropic's, and vLLM's."""
 
     id: str = Field(description="The object's name; stored objects are found by it.")
     object: str = Field(description="Which kind of object this is.")
+    type: str = Field(description="Always model.")
+    display_name: str = Field(description="Its id.")
     created: int = Field(description="When it was made, in seconds since 1970.")
+    created_at: datetime = Field(description="The same as a date.")
     owned_by: str = Field(description="Always quire.")
+    lifecycle: str = Field(description="Always active.")
     root: str = Field(description="What is served under this name.")
     parent: str | None = Field(description="An adapter's model.")  # of an adapter: its base model
     max_model_len: int | None = Field(description="The longest prompt and answer together; null until it is loaded.")
+    max_input_tokens: int | None = Field(description="The same.")
+    max_tokens: int | None = Field(description="The same.")
     input_modalities: list[str] = Field(
         description="What prompts may have: text, and image where the model takes images."
     )
     status: ModelStatus = Field(description="Whether it is loaded.")
 
-    def for_anthropic(self) -> ModelInfo:
-        """Return the model in Anthropic's shape."""
-        created = datetime.fromtimestamp(self.created, timezone.utc)
-        return ModelInfo(
-            type="model",
-            id=self.id,
-            display_name=self.id,
-            created_at=created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            lifecycle="active",
-            max_input_tokens=self.max_model_len or 0,
-            max_tokens=self.max_model_len or 0,
-        )
-
 
 class ModelList(ResponseBody):
     object: str = Field(description="Which kind of object this is.")
     data: list[ModelCard] = Field(description="The items.")
-
-
-class ModelInfo(ResponseBody):
-    """A model in Anthropic's shape."""
-
-    type: str
-    id: str
-    display_name: str
-    created_at: str
-    lifecycle: str
-    max_input_tokens: int
-    max_tokens: int
-
-
-class ModelPage(ResponseBody):
-    """A page of Anthropic's list."""
-
-    data: list[ModelInfo]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-
-
-class ModelPageQuery(BaseModel):
-    """The query of a page."""
-
-    limit: int = Field(20, ge=1, le=1000)
-    after_id: str | None = None
-    before_id: str | None = None
-
-    def page(self, cards: Sequence[ModelCard]) -> ModelPage:
-        """Return the models after one, or the last before one; unknown ids are ignored."""
-        ids = [card.id for card in cards]
-        begin = ids.index(self.after_id) + 1 if self.after_id in ids else 0
-        end = ids.index(self.before_id) if self.before_id in ids else len(ids)
-        rest = cards[begin:end]
-        shown = rest[-self.limit :] if self.before_id is not None else rest[: self.limit]
-        return ModelPage(
-            data=[card.for_anthropic() for card in shown],
-            has_more=len(rest) > len(shown),
-            first_id=shown[0].id if shown else None,
-            last_id=shown[-1].id if shown else None,
-        )
+    has_more: bool = Field(description="Always false: a list has all names.")
+    first_id: str = Field(description="The first name.")
+    last_id: str = Field(description="The last name.")
 
 
 router = APIRouter()
@@ -113,16 +64,24 @@ def _card(entry: Entry, owner: str, name: str) -> ModelCard:
     takes_images = entry.takes_images if parts is None else parts.model.images is not None
     loaded = None if parts is None else parts.engine.adapters.get(name)
     path = name if is_adapter else entry.config.model
+    created_s = entry.created_s
     if loaded is not None:
-        path = loaded.path
+        path, created_s = loaded.path, loaded.loaded_s
+    max_model_len = None if parts is None else parts.model.limits.max_model_len
     return ModelCard(
         id=name,
         object="model",
-        created=entry.created_s if loaded is None else loaded.loaded_s,
+        type="model",
+        display_name=name,
+        created=created_s,
+        created_at=datetime.fromtimestamp(created_s, timezone.utc),
         owned_by="quire",
+        lifecycle="active",
         root=path if owner == DEFAULT else name,
         parent=entry.name if is_adapter else None,
-        max_model_len=None if parts is None else parts.model.limits.max_model_len,
+        max_model_len=max_model_len,
+        max_input_tokens=max_model_len,
+        max_tokens=max_model_len,
         input_modalities=["text", "image"] if takes_images else ["text"],
         status=_status(entry),
     )
@@ -138,19 +97,17 @@ def _json(answer: ResponseBody) -> Response:
 
 
 @router.get("/v1/models", responses=answers(ModelList))
-async def list_models(http: Request, models: InModels, owner: InOwner) -> Response:
+async def list_models(models: InModels, owner: InOwner) -> Response:
     """List the names that requests may use."""
     cards = [_card(entry, owner, name) for entry in models.entries for name in entry.names]
-    if state_of(http.scope).is_anthropic:
-        return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))
-    return _json(ModelList(object="list", data=cards))
+    first, last = cards[0].id, cards[-1].id
+    return _json(ModelList(object="list", data=cards, has_more=False, first_id=first, last_id=last))
 
 
 @router.get("/v1/models/{name:path}", responses=answers(ModelCard))
-async def retrieve_model(http: Request, models: InModels, owner: InOwner, name: str) -> Response:
+async def retrieve_model(models: InModels, owner: InOwner, name: str) -> Response:
     """Return a model, or a 404."""
-    card = _card(models.find(name), owner, name)
-    return _json(card.for_anthropic() if state_of(http.scope).is_anthropic else card)
+    return _json(_card(models.find(name), owner, name))
 
 
 @router.post("/v1/models/{name:path}/load", responses=answers(ModelStatus))
