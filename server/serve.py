@@ -139,14 +139,6 @@ def _serve(plans: Sequence[Plan], listener: socket.socket) -> int:
         return run(app, listener, app_config.shutdown_timeout_s, announce, plan.tls)
 
 
-def open_app(argv: Sequence[str]) -> FastAPI:
-    """Return the application that `quire serve` would serve, loaded, for another HTTP server. Raises QuireError."""
-    plans = prepare_all(load_settings(argv))
-    arbiter = Arbiter() if len(plans) > 1 else None
-    with _loading(plans, arbiter, _begin(plans)) as (loader, loads):
-        return _make_app(plans, arbiter, loader, [load and load.result() for load in loads])
-
-
 def _begin(plans: Sequence[Plan]) -> WeightMemory | None:
     """Import FastAPI and torch, while memory for the weights of the first model gets its pages, which is returned.
 
@@ -195,9 +187,9 @@ def _make_app(
     plans: Sequence[Plan],
     arbiter: Arbiter | None,
     loader: ThreadPoolExecutor,
-    loads: Sequence[LoadedModel | Future[LoadedModel] | None],
+    loads: Sequence[Future[LoadedModel] | None],
 ) -> FastAPI:
-    """Return the application; it has models that are loaded, and waits for those of which a load has begun."""
+    """Return the application; it waits for the models of which a load has begun."""
     from server.answers.models import Entry
     from server.app import make_app
 
@@ -211,9 +203,9 @@ def _make_app(
             is_kept=plan.is_kept,
             memory=plan.memory if arbiter else Memory(),
             takes_images=plan.model.takes_images,
-            begun=load if isinstance(load, Future) else None,
+            begun=load,
         )
-        served.append((entry, None if isinstance(load, Future) else load))
+        served.append((entry, None))
     return make_app(served, limit, loader)
 
 

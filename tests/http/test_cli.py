@@ -199,7 +199,7 @@ def test_the_traceback_is_there_for_who_wants_it() -> None:
 
 @pytest.mark.parametrize("fails", ["tokenizer", "application", "serving"])
 def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ranks are processes, and a program that embeds the application goes on."""
+    """Its ranks are processes."""
     closed: list[FakeRunner] = []
     is_built = threading.Event()
 
@@ -218,11 +218,8 @@ def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch
         return byte_tokenizer()
 
     def start() -> None:
-        if fails == "serving":
-            with serve.bind("127.0.0.1", 0) as listener:
-                serve._serve(prepare_all(load_settings(["--port", "0"])), listener)
-        else:
-            serve.open_app(["--port", "0"])
+        with serve.bind("127.0.0.1", 0) as listener:
+            serve._serve(prepare_all(load_settings(["--port", "0"])), listener)
 
     def fail(*_: object) -> None:
         is_built.wait(PATIENCE_S)
