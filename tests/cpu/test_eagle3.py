@@ -92,11 +92,11 @@ def test_the_forward_pass_is_the_published_one(tmp_path: Path, target: Decoder, 
     streams = torch.randn(len(ids), len(draft.streams), HIDDEN, generator=generator)
     states, expected = draft.project(streams.flatten(1)), oracle.project(streams.unbind(1))
     assert torch.allclose(states.double(), expected, atol=1e-4)
-    found = draft.forward(ids, torch.arange(len(ids)), states, DenseAttention(draft.states))
+    found = draft.forward(ids, torch.arange(len(ids)), states, DenseAttention([*target.states, *draft.states]))
     expected = oracle.forward(ids, expected)
     assert torch.allclose(found.double(), expected, atol=1e-4)
     # The state of a draft stands in for the target's.
-    again = draft.forward(ids, torch.arange(len(ids)), found, DenseAttention(draft.states))
+    again = draft.forward(ids, torch.arange(len(ids)), found, DenseAttention([*target.states, *draft.states]))
     assert torch.allclose(again.double(), oracle.forward(ids, expected), atol=1e-4)
     logits = draft.logits(again)
     assert logits.shape == (len(ids), VOCAB)
@@ -120,7 +120,8 @@ def test_bfloat16_is_close(tmp_path: Path, target: Decoder) -> None:
     streams = torch.randn(9, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
     ids = torch.arange(9)
     oracle = Oracle(tensors, options, embed(torch.arange(VOCAB)))
-    states = draft.forward(ids, ids, draft.project(streams.flatten(1).bfloat16()), DenseAttention(draft.states))
+    attention = DenseAttention([*target.states, *draft.states])
+    states = draft.forward(ids, ids, draft.project(streams.flatten(1).bfloat16()), attention)
     assert states.dtype is torch.bfloat16
     expected = oracle.logits(oracle.forward(ids, oracle.project(streams.unbind(1))), VOCAB).softmax(-1)
     assert (draft.logits(states).double().softmax(-1) - expected).abs().max() < 0.05

@@ -36,10 +36,10 @@ REGIMES: dict[str, dict[str, int]] = {
 }
 
 
-def average(values: Tensor, attention: LayerAttention) -> Tensor:
+def average(values: Tensor, attention: LayerAttention, layer: int = 0) -> Tensor:
     """Return the mean of the values of all positions up to each."""
     nothing = torch.zeros_like(values)[:, None]
-    return attention(0, nothing, nothing, values[:, None])[:, 0]
+    return attention(layer, nothing, nothing, values[:, None])[:, 0]
 
 
 class Bag:
@@ -73,7 +73,7 @@ class BagHead(Bag):
         num = positions[:, None] + 1.0
         later = _TABLE[ids]
         values = torch.where(positions[:, None] == 0, later + states, later)
-        by_cache = average(values, attention) * num / (num + 1)
+        by_cache = average(values, attention, layer=1) * num / (num + 1)
         by_state = (states * num + later) / (num + 1)
         return (by_cache + by_state) / 2
 
@@ -144,7 +144,7 @@ class Watched(BagHead):
         self._average(positions, attention)
 
     def _average(self, positions: Tensor, attention: LayerAttention) -> Tensor:
-        return average(positions[:, None].float().expand(-1, WIDTH), attention)[:, 0]
+        return average(positions[:, None].float().expand(-1, WIDTH), attention, layer=1)[:, 0]
 
 
 @pytest.mark.parametrize("most_idle", [2, 100])

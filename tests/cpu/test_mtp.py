@@ -298,11 +298,10 @@ def test_a_head_that_knows_the_chain_is_always_right(by_token: float, by_state: 
 
 def test_a_head_is_loaded_and_quantised_like_the_model() -> None:
     folder = saved("glm4_moe").folder
-    _, head = load(folder)
     quantised, its_head = load(folder, quantization="int8")
     plain = run(quantised, None, {})[0].ids
     assert run(quantised, its_head, {})[0].ids == run(quantised, its_head, {}, max_num_batched_tokens=8)[0].ids == plain
-    exact, rounded = states_of(head), states_of(its_head)
+    exact, rounded = states_of(*load(folder)), states_of(quantised, its_head)
     assert 1e-4 < (exact - rounded).abs().mean() < 0.1
 
 
@@ -322,11 +321,9 @@ def test_a_head_is_read_as_it_is_stored(tmp_path: Path) -> None:
         save_file(stored, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text((made.folder / "config.json").read_text())
     test_moe_stored.with_method(tmp_path / "packed", packing.config)
-    expected = states_of(load(tmp_path / "plain")[1])
-    torch.testing.assert_close(
-        states_of(load(tmp_path / "packed", quantization="none")[1]), expected, atol=1e-4, rtol=0
-    )
-    assert (states_of(load(tmp_path / "packed", quantization="stored")[1]) - expected).abs().mean() < 0.1
+    expected = states_of(*load(tmp_path / "plain"))
+    torch.testing.assert_close(states_of(*load(tmp_path / "packed", quantization="none")), expected, atol=1e-4, rtol=0)
+    assert (states_of(*load(tmp_path / "packed", quantization="stored")) - expected).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
@@ -343,11 +340,13 @@ def test_steps_whose_drafts_do_not_pay_are_plain(name: str, monkeypatch: pytest.
     assert scheduler.stats.spec_draft_tokens > 0
 
 
-def states_of(head: Head) -> Tensor:
+def states_of(target: Decoder, head: Head) -> Tensor:
     """Return a head's states of some tokens and states of a target."""
     states = torch.randn(8, head.hidden_size, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
-        return head.forward(torch.arange(3, 11), torch.arange(8), states, DenseAttention(head.states))
+        return head.forward(
+            torch.arange(3, 11), torch.arange(8), states, DenseAttention([*target.states, *head.states])
+        )
 
 
 GGUF: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {  # architecture, names that differ, metadata
@@ -365,7 +364,7 @@ def test_a_gguf_file_holds_the_same_head(name: str, tmp_path: Path) -> None:
         tensors[f"blk.{_NUM_LAYERS}.nextn.{stem}.weight"] = (tensor.numpy(), gguf.Kind.F32)
     tensors[f"blk.{_NUM_LAYERS}.nextn.embed_tokens.weight"] = tensors["token_embd.weight"]
     file = gguf.write(tmp_path / "m.gguf", arch, made.theirs.config, tensors, nextn_predict_layers=1, **extra)
-    ours, theirs = (states_of(load(path)[1]) for path in (made.folder, file))
+    ours, theirs = (states_of(*load(path)) for path in (made.folder, file))
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
 
 

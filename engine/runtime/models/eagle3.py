@@ -24,6 +24,7 @@ from engine.runtime.layers.mlp import MLP
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import Angles, LayerStates, Load, Maker
 from engine.runtime.layers.rope import Rotaries
+from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3_config import Eagle3Config
 from engine.runtime.schemes.linear import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
@@ -36,12 +37,12 @@ _FIRST_LAYERS = ("midlayer", "model.layers.0")
 class _FirstLayer:
     """The layer that joins embeddings and states."""
 
-    def __init__(self, config: Eagle3Config, make: Maker) -> None:
+    def __init__(self, config: Eagle3Config, make: Maker, state: int) -> None:
         model, hidden = config.model, config.model.hidden_size
         self._norm_before_residual = config.norm_before_residual
         self._token_norm = RMSNorm(make, "input_layernorm", hidden, model)
         self._state_norm = RMSNorm(make, "hidden_norm", hidden, model)
-        self._attention = Attention(model, 0, make, 0, num_inputs=2 * hidden)
+        self._attention = Attention(model, 0, make, state, num_inputs=2 * hidden)
         self.states = self._attention.states
         self._before_mlp = RMSNorm(make, "post_attention_layernorm", hidden, model)
         self._mlp = MLP(model, 0, make)
@@ -70,22 +71,23 @@ class Eagle3:
     def __init__(
         self,
         config: Eagle3Config,
-        embed: Callable[[Tensor], Tensor],
+        target: Decoder,
         stored: Collection[str],
         *,
         served_len: int,
-        dtype: torch.dtype,
         device: torch.device,
         scheme: Scheme,
     ) -> None:
-        """`stored` names the checkpoint's tensors; without an embedding it looks tokens up by the target's `embed`."""
+        """`stored` names the checkpoint's tensors; without an embedding it looks tokens up in the target's."""
         model, hidden = config.model, config.model.hidden_size
+        dtype = target.dtype
         make = Maker(dtype, device, scheme, loads=[], targets={})
         self.loads = make.loads
         self.streams: Sequence[int] = config.streams
         self.target_hidden_size = config.target_hidden_size
         self.hidden_size, self.dtype, self.needs_all = hidden, dtype, config.needs_all
-        self._config, self._embed = config, embed
+        self._config = config
+        self._embed: Callable[[Tensor], Tensor] = target.embed
         if _EMBEDDING in stored or hidden != config.target_hidden_size:
             table = make.tensor(_EMBEDDING, model.vocab_size, hidden)
             self._embed = lambda ids: F.embedding(ids, table)
@@ -99,9 +101,9 @@ class Eagle3:
         first = next(
             (name for name in _FIRST_LAYERS if any(each.startswith(name) for each in stored)), _FIRST_LAYERS[0]
         )
-        self._first = _FirstLayer(config, make.within(first, 0))
+        self._first = _FirstLayer(config, make.within(first, 0), len(target.states))
         self._layers = [
-            DecoderLayer(model, index, make.within(f"model.layers.{index}", index), state=index)
+            DecoderLayer(model, index, make.within(f"model.layers.{index}", index), state=len(target.states) + index)
             for index in range(1, len(model.layers))
         ]
         self._norm = RMSNorm(make, "model.norm", hidden, model)

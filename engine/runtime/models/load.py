@@ -167,7 +167,7 @@ def load_eagle3(
         config.quantization, _circumstances(config, checkpoint, device, target.dtype, has_gguf_rows=False, is_own=True)
     )
     stored = {tensor.name for tensor in checkpoint.tensors({})}
-    draft = Eagle3(own, target.embed, stored, served_len=served_len, dtype=target.dtype, device=device, scheme=scheme)
+    draft = Eagle3(own, target, stored, served_len=served_len, device=device, scheme=scheme)
     fill(draft.loads, checkpoint, report)
     draft.loads.clear()
     return draft

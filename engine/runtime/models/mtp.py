@@ -41,7 +41,8 @@ class MTPHead:
         self._embedding_norm = RMSNorm(make, "enorm", hidden, config)
         self._state_norm = RMSNorm(make, "hnorm", hidden, config)
         self._join = make.linear({"eh_proj": hidden}, 2 * hidden)
-        self._layer = DecoderLayer(replace(config, layers=(settings,)), 0, make, state=0)
+        self._state = len(target.states)  # its own is behind them in the pool
+        self._layer = DecoderLayer(replace(config, layers=(settings,)), 0, make, state=self._state)
         self._norm = RMSNorm(make, "shared_head.norm", hidden, config)
         self._rotaries = Rotaries([settings.rope], served_len, dtype=make.dtype, device=make.device)
         self.states: Sequence[StateSpec] = self._layer.states
@@ -66,6 +67,7 @@ class MTPHead:
             embedding=LinearArgs(format=PLAIN),
             norm=norm_args(self._norm.weight),
             dtype=self.dtype,
+            state_of=[self._state],
         )
 
     def project(self, states: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from engine.runtime.kv_layout import (
     pool_shape,
 )
 from engine.runtime.layers.model_config import narrow_latents
-from engine.runtime.layers.parts import FromProjected, LayerStates, RecurrentState
+from engine.runtime.layers.parts import FromProjected, RecurrentState
 from engine.runtime.native.parts import PagedLayer, PagedState, PagedStep
 from engine.runtime.pool import pool_size
 from engine.runtime.pool.groups import NO_GROUP, LayerGroups, one_group
@@ -108,7 +108,6 @@ class KVCache:
         self.groups = groups = groups or one_group(specs, dtype)
         self._dtype, self._device = dtype, device
         self._specs = {index: spec for index, spec in enumerate(specs) if isinstance(spec, AttentionSpec)}
-        self._num_states = len(specs)
         self._backends = [backend, *(backend.another() for _ in groups.windows)]  # one a group
         self._backend_of = {  # by layer
             index: self._backends[group] for index, group in enumerate(groups.group_of) if group != NO_GROUP
@@ -181,10 +180,6 @@ class KVCache:
         keys, values = self._keys[layer], self._values[layer]
         return self._backend_of[layer].rotate_and_attend(self._specs[layer], qkv, rotation, keys, values)
 
-    def last_layers(self, num: int) -> LayerStates:
-        """Return attention over the last layers of the pool alone, which then count from 0."""
-        return _LastLayers(self, self._num_states - num)
-
     def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy blocks out as bytes: rows [blocks, bytes of a block], in main memory."""
         if self._device.type == "cuda":
@@ -223,25 +218,6 @@ class KVCache:
         sources, destinations = to_device(pairs, torch.int64, self._device).unbind(1)
         for view in self.blocks:  # all sources are read before any destination is written
             view.index_copy_(0, destinations, view.index_select(0, sources))
-
-
-class _LastLayers:
-    """The LayerStates over the layers of a pool from one on."""
-
-    def __init__(self, cache: KVCache, first: int) -> None:
-        self._cache, self._first = cache, first
-        self.paged_step = None if cache.paged_step is None else cache.paged_step[first:]
-
-    def recurrent(self, layer: int) -> RecurrentState:
-        return self._cache.recurrent(self._first + layer)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._cache(self._first + layer, q, k, v)
-
-    @property
-    def from_projected(self) -> FromProjected | None:
-        rotate = self._cache.from_projected
-        return None if rotate is None else lambda layer, qkv, rotation: rotate(self._first + layer, qkv, rotation)
 
 
 def _allocate(num_blocks: int, cuts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

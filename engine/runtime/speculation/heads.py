@@ -66,8 +66,8 @@ class Head(Protocol):
     def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> Tensor:
         """Return the states [T, hidden] that the next draft reads.
 
-        `ids` [T] are the tokens at positions + 1, `states` [T, hidden] projected ones or a previous result. Its layers
-        count from 0.
+        `ids` [T] are the tokens at positions + 1, `states` [T, hidden] projected ones or a previous result.
+        `attention` counts its layers from the target's on.
         """
 
     def store(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> None:
@@ -98,7 +98,6 @@ class HeadDrafter:
     ) -> None:
         """The pool ends with the head's layers; pool and tables are the target's."""
         self._head, self._kv_cache, self._device = head, kv_cache, device
-        self._attention = kv_cache.last_layers(len(head.states))
         self._batches = BatchBuilder(replace(config, state_blocks=0), device, tables)  # its layers attend
         self._num_rows = 1 + config.num_speculative_tokens  # that a slot draws from in a step
         shape = (config.max_num_seqs * self._num_rows, head.hidden_size)
@@ -137,7 +136,7 @@ class HeadDrafter:
         """
         following, rows, places = self._follow(slices, batch, drawn)
         states = self._head.project(states)
-        self._head.store(following, batch.positions, states, self._attention)
+        self._head.store(following, batch.positions, states, self._kv_cache)
         if rows:
             at = to_device([places, rows], torch.int64, self._device)
             self._states.index_copy_(0, at[0], states.index_select(0, at[1]))
@@ -196,7 +195,7 @@ class HeadDrafter:
             behind = [slices[index].at(slices[index].start + depth - 1) for index in going]
             batch = self._batches.build(behind, self._no_ids, firsts[: len(going)])
             self._kv_cache.prepare(batch)
-            states = self._head.forward(ids[: len(going)], batch.positions, states[: len(going)], self._attention)
+            states = self._head.forward(ids[: len(going)], batch.positions, states[: len(going)], self._kv_cache)
             pieces = [slices[index].at(slices[index].start + depth) for index in going]
             ids = draw(self._head.logits(states), wishes(pieces)).ids
             return ids
@@ -217,4 +216,4 @@ class HeadDrafter:
 
     def close(self) -> None:
         """Release weights and states."""
-        del self._head, self._kv_cache, self._attention, self._states
+        del self._head, self._kv_cache, self._states
