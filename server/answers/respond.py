@@ -88,8 +88,6 @@ class Responder:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 pins=(Pin(len(prompt), retained_s),) if retained_s else (),
-                deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
-                max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
                 tenant="" if self.has_tenants else body.tenant,
                 is_further=index > 0,
             )

@@ -151,7 +151,7 @@ SHOWN = {
     "quire_swap_failures_total": "failed_copies",
     "quire_kv_block_waste_ratio": "blocks_waste",
 }
-LABELLED = {"missed", "dropped", "finished", "failed", "aborted", "preempted", "swapped_blocks"}
+LABELLED = {"missed", "finished", "failed", "aborted", "preempted", "swapped_blocks"}
 LABELLED |= {"prefix_hits", "transferred", "failed_transfers", "findable_blocks"}
 BACKGROUND = {"num_background_running", "num_background_waiting"}
 BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_cached", "host_blocks_held"}
