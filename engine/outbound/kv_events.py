@@ -26,7 +26,7 @@ import zmq
 
 from engine.core.errors import ConfigError
 from engine.outbound.contents import BlockLocation, Change, Changes, Content, Snapshot
-from engine.settings.kv_events_config import FLAG, PUBLISHERS, KVEventsConfig
+from engine.settings.kv_events_config import FLAG, KVEventsConfig
 
 log = logging.getLogger("quire.engine")
 
@@ -190,7 +190,6 @@ class KVEvents:
         self.config = replace(  # as it is published: with the ports that the system chose
             config,
             enable_kv_cache_events=True,
-            publisher=PUBLISHERS[0],
             endpoint=self._pub.getsockopt_string(zmq.LAST_ENDPOINT),
             replay_endpoint=None if self._replay is None else self._replay.getsockopt_string(zmq.LAST_ENDPOINT),
         )

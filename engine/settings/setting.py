@@ -129,7 +129,7 @@ def fault(each: Declared, value: Any) -> str:
         (setting.below, lt, "less than"),
     ):
         if bound is not None and not is_kept(value, bound):
-            return f"it must be {words} {bound:g}"
+            return f"it must be {words} {describe(bound)}"
     return "it must be a finite number" if isinstance(value, float) and not isfinite(value) else ""
 
 
@@ -203,11 +203,15 @@ _KINDS = {
 }
 
 
-def check_type(flag: str, key: str, value: object, annotation: str) -> None:
-    """Raise ConfigError for a key's value of another type than its field has, such as `int | None`."""
-    kind = annotation.partition(" ")[0]
-    if type(value).__name__ != kind:
-        raise ConfigError(f"{flag}: {key} is {value!r}; it must be {_KINDS[kind]}.")
+def key(default: Any, **bounds: Any) -> Any:
+    """Declare a key of a JSON setting that has a class of its own: default and bounds."""
+    return section("")(default, "", "", **bounds)
+
+
+def check_key(flag: str, each: Declared, value: object) -> None:
+    """Raise ConfigError for a key's value of another type, or out of bounds."""
+    if wanted := fault(each, value):
+        raise ConfigError(f"{flag}: {each.name} is {describe(value)}; {wanted}.")
 
 
 def unknown_key(flag: str, key: object, known: Iterable[str]) -> ConfigError:

@@ -6,13 +6,13 @@ the config.json of model and draft decide. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.settings.foreign import ELSEWHERE
-from engine.settings.setting import check_type, read_object, unknown_key
+from engine.settings.setting import check_key, declared, key, read_object, unknown_key
 
 MAX_DRAFTS = 32
 DEFAULT_DRAFTS = 4
@@ -31,15 +31,15 @@ class Method(NamedTuple):
 
 
 _MODEL = ("model", "revision", "quantization", "max_model_len")
-_SUFFIX = {  # the keys of the method suffix, each with its least and its greatest value
-    "suffix_decoding_max_tree_depth": (1, 64),
-    "suffix_decoding_max_cached_requests": (0, 100_000),
-    "suffix_decoding_max_spec_factor": (0.1, 32.0),
-    "suffix_decoding_min_token_prob": (0.0, 1.0),
-}
+_SUFFIX = (
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)
 METHODS = {
     "ngram": Method(("prompt_lookup_min", "prompt_lookup_max"), is_text=True),
-    "suffix": Method(tuple(_SUFFIX), is_text=True),
+    "suffix": Method(_SUFFIX, is_text=True),
     "draft_model": Method(_MODEL, has_model=True),
     "mtp": Method(("model", "max_model_len"), check="engine.runtime.models.config_file:check_mtp"),
     "eagle3": Method(_MODEL, has_model=True, check="engine.runtime.models.eagle3_config:check_eagle3"),
@@ -57,40 +57,38 @@ _REFUSED: Mapping[str, Mapping[str, Any]] = ELSEWHERE["speculative_config"]["ref
 class SpeculativeConfig:
     """The method that drafts tokens, and how many at most; METHODS says which keys a method takes."""
 
-    method: str = ""  # "": the config.json of the draft decides
-    num_speculative_tokens: int = 0  # 0: likewise
-    prompt_lookup_min: int = 2  # shortest n-gram that is searched for in the text so far
-    prompt_lookup_max: int = 4  # longest, which is searched for first
-    suffix_decoding_max_tree_depth: int = 24  # the most tokens that a match is compared by
-    suffix_decoding_max_cached_requests: int = 10_000  # recent answers that are searched, too
-    suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token that matched
-    suffix_decoding_min_token_prob: float = 0.1  # the share of matches that agree with all drafts
-    model: str | None = None
-    revision: str | None = None
-    quantization: str = "auto"
-    max_model_len: int | None = None  # longer sequences get no drafts
+    method: str = key("")  # "": the config.json of the draft decides
+    num_speculative_tokens: int = key(0, at_least=1, at_most=MAX_DRAFTS)  # 0: likewise
+    # The shortest n-gram that is searched for in the text so far, and the longest, which is searched for first.
+    prompt_lookup_min: int = key(2, at_least=1, at_most=MAX_DRAFTS)
+    prompt_lookup_max: int = key(4, at_least=1, at_most=MAX_DRAFTS)
+    suffix_decoding_max_tree_depth: int = key(24, at_least=1, at_most=64)  # the most tokens that a match is compared by
+    suffix_decoding_max_cached_requests: int = key(10_000, at_least=0, at_most=100_000)  # recent answers, searched too
+    suffix_decoding_max_spec_factor: float = key(1.0, at_least=0.1, at_most=32)  # drafts for each token that matched
+    suffix_decoding_min_token_prob: float = key(0.1, at_least=0, at_most=1)  # of matches, those that agree with drafts
+    model: str | None = key(None)
+    revision: str | None = key(None)
+    quantization: str = key("auto")
+    max_model_len: int | None = key(None, at_least=1)  # longer sequences get no drafts
     hints: tuple[str, ...] = ()  # keys without effect, each with the reason
 
     @classmethod
     def read(cls, asked: str | Mapping[str, Any]) -> SpeculativeConfig:
         """Return the configuration in JSON, or in the mapping read from it. Raises ConfigError."""
-        given = {key: value for key, value in read_object(FLAG, asked).items() if value is not None}
-        values, hints = {}, []
-        for key, value in given.items():
-            if key in _TYPES:
-                if _TYPES[key] == "float" and type(value) is int:
-                    value = float(value)
-                check_type(FLAG, key, value, _TYPES[key])
-                if not isinstance(value, str):
-                    _check_bounds(key, value, *_SUFFIX.get(key, (1, None if key == "max_model_len" else MAX_DRAFTS)))
-                values[key] = value
-            elif key in _NO_EFFECT:
-                hints.append(f"{key} has no effect: {_NO_EFFECT[key]}")
+        values, hints, keys = {}, [], {each.name: each for each in declared(cls)}
+        for name, value in read_object(FLAG, asked).items():
+            if value is None:
+                continue
+            if name in keys:
+                check_key(FLAG, keys[name], value)
+                values[name] = value
+            elif name in _NO_EFFECT:
+                hints.append(f"{name} has no effect: {_NO_EFFECT[name]}")
             else:
-                _refuse(key, value)
+                _refuse(name, value, keys)
         method = values["method"] = _method(values)
         own = METHODS[method or "draft_model"].keys
-        stray = next((key for key in values if key not in (*_COMMON, *own)), None)
+        stray = next((name for name in values if name not in (*_COMMON, *own)), None)
         if stray is not None:
             takers = [name for name, each in METHODS.items() if stray in each.keys]
             raise ConfigError(
@@ -131,22 +129,15 @@ class SpeculativeConfig:
 
 
 _COMMON = ("method", "num_speculative_tokens")
-_TYPES = {field.name: str(field.type) for field in fields(SpeculativeConfig) if field.name != "hints"}
 
 
-def _check_bounds(key: str, value: float, least: float, most: float | None) -> None:
-    if not value >= least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ConfigError(f"{FLAG}: {key} is {value}; it must be {bounds}.")
-
-
-def _refuse(key: str, value: object) -> None:
+def _refuse(name: str, value: object, keys: Iterable[str]) -> None:
     """Raise ConfigError for a key without a field, unless the value means the default."""
-    found = next((each for name, each in _REFUSED.items() if key == name or key.startswith(name)), None)
+    found = next((each for start, each in _REFUSED.items() if name == start or name.startswith(start)), None)
     if found is None:
-        raise unknown_key(FLAG, key, [*_TYPES, *_NO_EFFECT, *_REFUSED])
+        raise unknown_key(FLAG, name, [*keys, *_NO_EFFECT, *_REFUSED])
     if value not in found["neutral"]:
-        raise ConfigError(f"{FLAG}: {key} is {value!r}, which Quire does not serve: {found['why']}; leave it out.")
+        raise ConfigError(f"{FLAG}: {name} is {value!r}, which Quire does not serve: {found['why']}; leave it out.")
 
 
 def _method(values: dict[str, Any]) -> str:
@@ -168,7 +159,9 @@ def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(values)
     if "prompt_lookup_max" in values:
         filled.setdefault("prompt_lookup_min", min(2, values["prompt_lookup_max"]))
-        _check_bounds("prompt_lookup_min", filled["prompt_lookup_min"], 1, values["prompt_lookup_max"])
+        least, most = filled["prompt_lookup_min"], filled["prompt_lookup_max"]
+        if least > most:
+            raise ConfigError(f"{FLAG}: prompt_lookup_min is {least}, more than prompt_lookup_max, which is {most}.")
     elif "prompt_lookup_min" in values:
         filled.setdefault("prompt_lookup_max", max(4, values["prompt_lookup_min"]))
     if values["method"] in _DEFAULT_DRAFTS:
