@@ -170,7 +170,7 @@ def _parts(config: AppConfig) -> dict[str, Any]:
     otlp = _open_otlp(config, metrics)
     traced = [] if otlp is None else [otlp.tracing.observe]
     logged = [AnswerLog().observe] if config.enable_log_requests else []
-    emit = fan_out(metrics.observe, *traced, *logged, request_log.observe)
+    emit = fan_out(*metrics.listeners, *traced, *logged, request_log.observe)
     tenancy = Tenancy(
         config.api_keys,
         None if config.tenants is None else read_tenants(config.tenants, config.api_keys),

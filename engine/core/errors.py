@@ -104,6 +104,10 @@ class OverloadedError(QuireError):
         self.retry_after_s = retry_after_s
 
 
+class DeadlineError(QuireError):
+    """The request set a time that cannot be kept any more; nothing of it was computed."""
+
+
 class ServerError(QuireError):
     """Something on our side."""
 

@@ -47,10 +47,12 @@ class PreemptionKind(str, Enum):
 
 
 class Target(str, Enum):
-    """What an answer is measured against; a label of the counter of missed targets."""
+    """What an answer is measured against; a label of the counters of missed targets and dropped requests."""
 
     TTFT = "ttft"  # --target-ttft-ms: its first token
     ITL = "itl"  # --target-itl-ms: the mean gap between its tokens
+    DEADLINE = "deadline"  # its own deadline_ms
+    QUEUE = "queue"  # its own max_queue_ms
 
 
 class SwapDirection(str, Enum):
@@ -147,9 +149,10 @@ class Stats:
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0  # of these, those that were drawn
     spec_accepted_at: list[int] = field(default_factory=lambda: [0])  # the same by their place in a draft
-    targeted: int = 0  # completed answers that were held to targets
+    targeted: int = 0  # completed or dropped answers that were held to any target
     met: int = 0  # of these, those that met all of theirs
     missed: dict[Target, int] = field(default_factory=lambda: dict.fromkeys(Target, 0))
+    dropped: dict[Target, int] = field(default_factory=lambda: dict.fromkeys((Target.DEADLINE, Target.QUEUE), 0))
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
     failed: dict[FailureCause, int] = field(default_factory=lambda: dict.fromkeys(FailureCause, 0))
     aborted: dict[AbortCause, int] = field(default_factory=lambda: dict.fromkeys(AbortCause, 0))

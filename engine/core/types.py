@@ -22,6 +22,7 @@ class FinishReason(str, Enum):
     CONTENT_FILTER = "content_filter"  # a guard found the text unsafe
     ABORT = "abort"  # the client left, or the daemon shut down
     ERROR = "error"  # this request alone failed; the event says why
+    DROPPED = "dropped"  # not computed, because it could not be in time; the event says why
 
 
 class AbortCause(str, Enum):
@@ -213,6 +214,8 @@ class Request:
     cache_owner: str = ""  # nor do those of different owners
     pins: tuple[Pin, ...] = ()
     turn_end: int = 0  # of a conversation: so many of its first tokens begin the next turn's prompt too; 0: not known
+    deadline_s: float | None = None  # seconds from its arrival in which the whole answer is wanted, or none of it
+    max_queue_s: float | None = None  # ... in which it is to be started
     is_background: bool = False  # runs in steps that no other work needs, under every policy
     is_further: bool = False  # an input of a client's request that is not its first one
     spans: tuple[Span, ...] = ()  # of the prompt, in order, where vectors stand instead of ids

@@ -97,7 +97,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str  # "stop", "length", or "tool_calls" for "stop" after a tool call
+    finish_reason: str  # "stop", "length", "dropped" (see deadline_ms), or "tool_calls" for "stop" after a tool call
     stop_reason: int | str | None  # the stop token or stop string that ended it
     logprobs: PromptLogprobs | None  # by token id, one entry for each token
     timings: RequestTimings | None
@@ -161,6 +161,8 @@ class Job:
     def accept(self, event: TokenEvent) -> bool:
         """Return True if a stop string ended the event's choice. Raises its error."""
         choice = self._choices[event.choice]
+        if event.finish_reason is FinishReason.DROPPED:
+            choice.drop()
         is_first_end = not choice.is_done and choice.accept(event)
         if event.finish_reason is None:
             return is_first_end

@@ -333,6 +333,8 @@ class LLM(VectorMethods):
             arrival_s=0.0,
             priority=body.priority,
             cache_salt=read.cache_salt,
+            deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
+            max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
             turn_end=turn_end,
             spans=read.spans,
         )

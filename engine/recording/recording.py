@@ -40,8 +40,8 @@ from engine.system.version import VERSION
 
 log = logging.getLogger("quire.engine")
 
-FORMAT = 5
-REQUEST_FIELDS = ("priority", "is_background", "weight", "turn_end")
+FORMAT = 4
+REQUEST_FIELDS = ("priority", "deadline_s", "max_queue_s", "is_background", "weight", "turn_end")
 PARAM_FIELDS = ("max_tokens", "n", "min_tokens", "prompt_logprobs")
 MAX_BYTES = 1 << 28  # of a file
 _MAX_QUEUED = 4000  # entries, two a step: some 40 MB where 256 sequences run
@@ -74,6 +74,12 @@ class RecordingScheduler(Scheduler):
     def add(self, request: Request) -> None:
         super().add(request)
         self._note(("add", request))
+
+    def drop_hopeless(self, now: float) -> list[TokenEvent]:
+        events = super().drop_hopeless(now)
+        if events:
+            self._note(("drop", now))
+        return events
 
     def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
         self._note(("abort", now, request_id, cause, choice))
@@ -139,6 +145,9 @@ class Journal:
         if params.pooling is None:
             kept |= changed_fields(params, PARAM_FIELDS)
         return _without_empty(line) | kept
+
+    def _drop(self, now: float) -> dict[str, Any]:
+        return {"at": now}
 
     def _abort(self, now: float, request_id: str, cause: AbortCause, choice: int | None) -> dict[str, Any]:
         line = {"at": now, "id": self._number("request", request_id), "cause": cause.value}

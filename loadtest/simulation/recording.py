@@ -36,7 +36,7 @@ from loadtest.errors import LoadtestError
 from loadtest.fake_runner import FakeRunner
 from loadtest.simulation.replica import Gaps
 
-_OPS = ("add", "abort", "plan", "commit", "roll_back", "give_up_copies", "end")  # methods of a Replayer
+_OPS = ("add", "drop", "abort", "plan", "commit", "roll_back", "give_up_copies", "end")  # methods of a Replayer
 
 
 @dataclass(slots=True)
@@ -162,6 +162,10 @@ class Replayer:
         )
         self._scheduler.add(request)
         self.done.num_requests += 1
+
+    def drop(self, line: dict[str, Any]) -> None:
+        """End the requests that will miss their deadline."""
+        self._note(self._scheduler.drop_hopeless(line["at"]))
 
     def abort(self, line: dict[str, Any]) -> None:
         """Abort a request."""

@@ -54,7 +54,7 @@ class History:
     served: list[Served] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)  # why, and how often
     num_rejected: int = 0  # with 429, the queue being full; they are not sent again
-    num_dropped: int = 0  # accepted, and ended without an answer
+    num_dropped: int = 0  # accepted, and ended without an answer: their deadline could not be met
     cpu_s: float = 0.0  # of the simulation
 
     def submit(self, row: TraceRequest, request: Request, place: int, at_s: float) -> None:

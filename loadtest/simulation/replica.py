@@ -116,7 +116,10 @@ class Replica:
         assert not self._scheduler.kv.num_leaked, "a block or row is held by nothing"
 
     def turn(self) -> None:
-        """Launch a step, commit the oldest."""
+        """Drop requests that will miss their deadline, launch a step, commit the oldest."""
+        for event in self._scheduler.drop_hopeless(self.now):
+            self._num_ended += 1
+            self._on_finish(event)
         plan = self._scheduler.plan(self.now)
         if plan is not None:
             self._launch(plan)

@@ -30,6 +30,7 @@ class TraceRequest(NamedTuple):
     tenant: str = ""
     priority: int = 0
     weight: float = 0.0  # of the tenant, under the policy `fair`; 0: the default
+    deadline_s: float = 0.0  # for the whole answer; 0: none
 
 
 class Trace(NamedTuple):
@@ -50,6 +51,7 @@ _COLUMNS = {
     "tenant": ("tenant", "user"),
     "priority": ("priority",),
     "weight": ("weight",),
+    "deadline_s": ("deadline_s",),
 }
 _REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
 _FRACTION = re.compile(r"(\.\d{6})\d+")  # Azure writes seven digits, datetime reads six
@@ -114,8 +116,10 @@ def _request(values: dict[str, str], where: str) -> TraceRequest:
         raise LoadtestError(f"{where}: prefix_tokens is {prefix}, more than the {prompt} tokens of the prompt.")
     group, tenant = values.get("prefix_group", ""), values.get("tenant", "")
     arrival_s, priority = _seconds(values["arrival_s"], where), _number(values, "priority", -math.inf, where)
-    weight = _not_negative(values, "weight", where)
-    return TraceRequest(arrival_s, prompt, output, max_tokens, group, prefix, tenant, priority, weight)
+    weight, deadline_s = (_not_negative(values, name, where) for name in ("weight", "deadline_s"))
+    return TraceRequest(
+        arrival_s, prompt, output, max_tokens, group, prefix, tenant, priority, weight=weight, deadline_s=deadline_s
+    )
 
 
 def _number(values: dict[str, str], name: str, least: float, where: str) -> int:
@@ -233,4 +237,5 @@ def to_request(row: TraceRequest, index: int) -> Request:
         priority=row.priority,
         tenant=row.tenant,
         weight=row.weight or 1.0,
+        deadline_s=row.deadline_s or None,
     )

@@ -149,6 +149,18 @@ def bursts_in_turns(num: int, rate: float, rng: random.Random) -> list[TraceRequ
     return rows
 
 
+def deadlines(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Return bursts with deadlines of 5 s, 20 s and none."""
+    rows = []
+    for at in arrival_times(rng, num, rate, 0.2):
+        deadline_s = rng.choice((5.0, 20.0, 0.0))
+        tenant = f"in {deadline_s:g} s" if deadline_s else "no deadline"
+        rows.append(
+            _ask(rng, at, _length(rng, 100, 0.6), _length(rng, 80, 0.5), tenant=tenant)._replace(deadline_s=deadline_s)
+        )
+    return rows
+
+
 def shared_prefixes(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
     """Return short questions after one of 23 prefixes, which fill a pool of 512 blocks of 16 tokens 1.7 times."""
     return [
@@ -167,6 +179,7 @@ WORKLOADS: Mapping[str, Workload] = {
     "long-answers": Workload("many concurrent answers of about 500 tokens", long_answers, 1000.0, 600),
     "long-prompt": Workload("streams and short requests beside a prompt of 7,000 tokens", long_prompt, 2.0, 129),
     "bursts-in-turns": Workload("equal tenants that burst in turns", bursts_in_turns, 12.0, 600),
+    "deadlines": Workload("bursts with deadlines of 5 s, 20 s and none", deadlines, 11.0, 600),
     "shared-prefixes": Workload("short questions after 23 long prefixes", shared_prefixes, 5.0, 200),
     "unpredictable": Workload("answers of unpredictable length", unpredictable, 7.0, 1200),
 }

@@ -15,6 +15,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from enum import Enum
+from math import inf
 from typing import Any
 
 from engine.core.errors import ParcelError, QuireError
@@ -152,13 +153,16 @@ class Receiver:
             self._count(HandoffOutcome.FAILED)
             return
         # No longer than computing the prompt takes: the client would be better off without the hand-over.
-        patience_s = min(self._timeout_s, max(missing.seconds, LEAST_PATIENCE_S))
+        limit_s = self._limit_s(request)
+        patience_s = min(self._timeout_s, limit_s, max(missing.seconds, LEAST_PATIENCE_S))
         try:
             taking = self._engine.control(ReceivePrefix(transfer.remote_request_id, prefix, peer, patience_s))
             await asyncio.wait_for(asyncio.wrap_future(taking), patience_s)
             pauses.succeed()
         except Exception as error:  # any: the prompt is computed here
-            if not isinstance(error, ParcelError):  # that something is not there says nothing about the daemon
+            # A request with a short deadline, or for what is not there, says nothing about the daemon.
+            is_impatient = isinstance(error, (TimeoutError, asyncio.TimeoutError)) and patience_s == limit_s
+            if not (is_impatient or isinstance(error, ParcelError)):
                 pauses.fail()
             self._note(HandoffOutcome.FAILED, where, f"{type(error).__name__}: {error}")
         else:
@@ -177,6 +181,11 @@ class Receiver:
             )
             raise ApiError(400, "peer_not_allowed", message, "kv_transfer_params.remote_host")
         return peer
+
+    def _limit_s(self, request: Request) -> float:
+        """Return how long a request itself lets K/V take; infinite without a deadline."""
+        limits = [limit for limit in (request.deadline_s, request.max_queue_s) if limit is not None]
+        return min([limit / 2 for limit in limits], default=inf)
 
     def _note(self, outcome: HandoffOutcome, where: object, why: str = "") -> None:
         """Count an outcome; log only when prefill daemons start or cease to hand over."""

@@ -16,6 +16,8 @@ from functools import partial
 
 from fastapi import Request as HttpRequest
 from pydantic_core import to_json
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import EventSourceResponse
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -33,7 +35,6 @@ from server.answers.formatter import ChunkMeta, ResponseFormatter
 from server.answers.generation import ChoiceDelta, Generation
 from server.answers.handoff import Receiver, Sender
 from server.answers.model import aside
-from server.http.bodies import STREAM_HEADERS
 from server.http.connection import CHUNKS, ChunkWriter
 from server.http.middleware import RequestState, caller_of, state_of
 from server.http.threads import run_slowly, unless_disconnected
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 MAX_INLINE_TOKENS = 4096  # with their logprobs about 10 ms; more are written on the slow thread
 MAX_INLINE_PROMPT = 512  # tokens of a prompt whose log probabilities are written on the event loop, about 5 ms
-PING = b": ping\n\n"  # clients ignore it, proxies see that the connection lives
+PING = ServerSentEvent(comment="ping", sep="\n").encode()  # clients ignore it, proxies see that the connection lives
 STATUS_S = 1.0  # how often a stream that has not begun looks up its place in the queue
 
 
@@ -88,6 +89,8 @@ class Responder:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 pins=(Pin(len(prompt), retained_s),) if retained_s else (),
+                deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
+                max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
                 tenant="" if self.has_tenants else body.tenant,
                 is_further=index > 0,
             )
@@ -186,10 +189,8 @@ class Responder:
         if not body.stream:
             return await self._whole(http, body, answer, generation, make)
         status = partial(self.live.status, [request.request_id for request in requests])
-        keep_alive_s, wants_metrics = self.config.sse_keep_alive_interval_s, body.include_metrics
-        return EventStream(
-            answer, generation, make, wants_metrics=wants_metrics, keep_alive_s=keep_alive_s, status=status
-        )
+        frames = _Frames(generation, make, wants_metrics=body.include_metrics)
+        return EventStream(frames, answer, keep_alive_s=self.config.sse_keep_alive_interval_s, status=status)
 
     async def _whole(
         self,
@@ -259,72 +260,29 @@ def with_timings(document: bytes, generation: Generation, body: EngineBody) -> R
     return Response(document, headers=headers, media_type="application/json")
 
 
-def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
-    """Return whether deltas repeat a long prompt, or report its log probabilities."""
-    for _, delta in news:  # a loop, since a generator would cost each token half a microsecond
-        if delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT:
-            return True
-    return False
+class _Frames:
+    """The frames of a stream."""
 
-
-class EventStream(Response):
-    """Streams frames while its answer's scope is open; a client that leaves aborts the request.
-
-    A token costs no task, timer or lock. Where the connection writes chunks (http/connection.py), one that has nothing to
-    wait for is sent from the mailbox and wakes no task.
-    """
-
-    def __init__(
-        self,
-        answer: Answer,
-        generation: Generation,
-        make: Callable[[], ResponseFormatter],
-        *,
-        wants_metrics: bool,
-        keep_alive_s: float,
-        status: Callable[[], Awaitable[str]],
-    ) -> None:
-        """After `keep_alive_s` without a frame a comment is sent, never if it is 0.
-
-        `status` returns the text of the comment while the request waits.
-        """
-        super().__init__()
-        self.raw_headers = list(STREAM_HEADERS)  # no length: it has no end yet
-        self._answer, self._generation, self._make = answer, generation, make
-        self._wants_metrics = wants_metrics
-        self._keep_alive_s = keep_alive_s
-        self._status = status
+    def __init__(self, generation: Generation, make: Callable[[], ResponseFormatter], *, wants_metrics: bool) -> None:
+        self.generation, self._make, self._wants_metrics = generation, make, wants_metrics
         self._formatter: ResponseFormatter | None = None
-        self._sent_s = 0.0
-        self._is_over = False
-        self._commenting: asyncio.Task[None] | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the last frame, or until the client disconnects."""
-        extension = scope.get("extensions", {}).get(CHUNKS)
-        if extension is not None:
-            self._answer.take_now = partial(self._send_now, extension["writer"], asyncio.get_running_loop().time)
-        with self._answer, contextlib.suppress(ClientDisconnect):
-            await unless_disconnected(receive, self._send_all(send))
+    def _count(self) -> Usage:
+        return self.generation.usage
 
-    def _send_now(self, chunks: ChunkWriter, clock: Callable[[], float], events: list[TokenEvent]) -> bool:
-        """Take tokens that go on and send their frames; return whether the task may sleep on: if not, all is left for it."""
-        if self._formatter is None or not chunks.is_free:
-            return False
-        news = self._generation.deltas_now(events)
-        if news is None:
-            return False
-        if news and (frame := self._formatter.news(news, self._count)):
-            chunks.write(frame)
-            self._sent_s = clock()
-        return self._generation.num_open > 0
+    def now(self, events: list[TokenEvent]) -> bytes | None:
+        """Take tokens that go on, and return their frames; None, and all is left for `all`, if there is more to them."""
+        news = None if self._formatter is None else self.generation.deltas_now(events)
+        if self._formatter is None or not news:
+            return None if news is None else b""
+        return self._formatter.news(news, self._count)
 
-    async def _frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the frames that `_send_now` does not write.
+    async def all(self) -> AsyncGenerator[bytes, None]:
+        """Yield all that `now` does not return.
 
         An exception becomes the last frame, as the status has been sent.
         """
-        generation = self._generation
+        generation = self.generation
         formatter = self._formatter = await aside(self._make)
         try:
             if opening := formatter.opening():
@@ -347,8 +305,63 @@ class EventStream(Response):
             last = formatter.failure(to_api_error(error))
         yield last
 
-    def _count(self) -> Usage:
-        return self._generation.usage
+
+def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
+    """Return whether deltas repeat a long prompt, or report its log probabilities."""
+    for _, delta in news:  # a loop, since a generator would cost each token half a microsecond
+        if delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT:
+            return True
+    return False
+
+
+class EventStream(EventSourceResponse):
+    """Streams frames while its answer's scope is open; a client that leaves aborts the request.
+
+    sse-starlette makes the response: its type, its headers, its comments. The sending loop is replaced: a token costs no
+    task, timer or lock. Where the connection writes chunks (http/connection.py), one that has nothing to wait for is sent
+    from the mailbox and wakes no task.
+    """
+
+    def __init__(
+        self,
+        frames: _Frames,
+        answer: Answer,
+        *,
+        keep_alive_s: float,
+        status: Callable[[], Awaitable[str]],
+    ) -> None:
+        """After `keep_alive_s` without a frame a comment is sent, never if it is 0.
+
+        `status` returns the text of the comment while the request waits.
+        """
+        self._all = frames.all()
+        super().__init__(self._all, sep="\n")
+        del self.headers["connection"]  # the server sets it, and to "close" where the client asks for that
+        self._frames = frames
+        self._answer = answer
+        self._keep_alive_s = keep_alive_s
+        self._status = status
+        self._sent_s = 0.0
+        self._is_over = False
+        self._commenting: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the last frame, or until the client disconnects."""
+        extension = scope.get("extensions", {}).get(CHUNKS)
+        if extension is not None:
+            self._answer.take_now = partial(self._send_now, extension["writer"], asyncio.get_running_loop().time)
+        with self._answer, contextlib.suppress(ClientDisconnect):
+            await unless_disconnected(receive, self._send_all(send))
+
+    def _send_now(self, chunks: ChunkWriter, clock: Callable[[], float], events: list[TokenEvent]) -> bool:
+        """Send the frames of events that wait for nothing; return whether the task may sleep on."""
+        frame = self._frames.now(events) if chunks.is_free else None
+        if frame is None:
+            return False
+        if frame:
+            chunks.write(frame)
+            self._sent_s = clock()
+        return self._frames.generation.num_open > 0
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -360,7 +373,7 @@ class EventStream(Response):
             else None
         )
         try:
-            async with contextlib.aclosing(self._frames()) as frames:
+            async with contextlib.aclosing(self._all) as frames:
                 async for data in frames:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     self._sent_s = loop.time()
@@ -386,7 +399,7 @@ class EventStream(Response):
             comment = b""
             if status not in ("", last):
                 last = status
-                comment = f": {status}\n\n".encode()
+                comment = ServerSentEvent(comment=status, sep="\n").encode()
             elif clock() - self._sent_s >= self._keep_alive_s:
                 comment = PING
             if comment:

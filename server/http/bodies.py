@@ -53,7 +53,7 @@ _PIECE_BYTES = 1 << 16
 MAX_NAMED_FIELDS = 20
 _MAX_EXPLAINED = 3  # unknown fields for which a declared one is suggested
 
-STREAM_HEADERS = [
+_STREAM = [  # the headers of EventStream
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -352,7 +352,7 @@ class RequestReader:
             while not (await asyncio.wait((loading,), timeout=rest_s and min(rest_s, LOADING_S)))[0]:
                 if state.late_status is None:
                     state.late_status = 0
-                    await request._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})  # noqa: SLF001
+                    await request._send({"type": "http.response.start", "status": 200, "headers": _STREAM})  # noqa: SLF001
                 comment = f": loading {entry.name}\n\n".encode()
                 await request._send({"type": "http.response.body", "body": comment, "more_body": True})  # noqa: SLF001
             return loading.result()

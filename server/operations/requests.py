@@ -102,7 +102,7 @@ def _entry(entry: RequestRecord | HttpAnswered, models: Models) -> dict[str, Any
 
 
 def _metrics(outcome: Outcome) -> dict[str, Any] | None:
-    if outcome.spans is None:
+    if outcome.spans is None or outcome.is_dropped:
         return None
     return AnswerMetrics.of(outcome.spans, outcome.num_cached_tokens).model_dump()
 
@@ -155,7 +155,7 @@ def _history(outcome: Outcome) -> list[dict[str, Any]]:
     """Return the events so far; of several choices the slowest counts."""
     events, spans = [("received", 0.0)], outcome.spans
     if spans is not None:
-        events.append(("scheduled", spans.queue_s))
+        events.append(("dropped" if outcome.is_dropped else "scheduled", spans.queue_s))
         if outcome.usage.completion_tokens:
             first_s = spans.queue_s + spans.prefill_s
             events += [("first_token", first_s), ("last_token", first_s + spans.decode_s)]

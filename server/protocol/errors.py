@@ -30,6 +30,7 @@ from engine.core.errors import (
     ClientError,
     ComputeError,
     ContextLengthError,
+    DeadlineError,
     EngineDeadError,
     InvalidRequestError,
     NeverFitsError,
@@ -57,6 +58,7 @@ _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (InvalidRequestError, 400, _INVALID, "invalid_value"),
     (AdapterNotFoundError, 404, _INVALID, "adapter_not_found"),
     (AdapterConflictError, 409, _INVALID, "adapter_conflict"),
+    (DeadlineError, 408, "timeout_error", "deadline_unreachable"),
     (OverloadedError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (ShuttingDownError, 503, "service_unavailable_error", "shutting_down"),
     (EngineDeadError, 503, _SERVER, "engine_dead"),
@@ -153,6 +155,8 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def _retry_headers(error: Exception) -> dict[str, str]:
+    if isinstance(error, DeadlineError):
+        return {"x-should-retry": "false"}  # OpenAI's clients retry a 408, which would be later than the client wants
     if not isinstance(error, OverloadedError | ShuttingDownError):
         return {}
     wait_s = max(error.retry_after_s, 0.001)

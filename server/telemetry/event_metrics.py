@@ -1,6 +1,13 @@
-"""The metrics that are counted from events."""
+"""The metrics that are counted from events.
+
+Each class lists its metrics in `__init__` and counts an event into them in `observe`. With --metrics-compat vllm, requests
+are counted under vLLM's names and labels as its users do: one of n choices is one request with n answers.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -16,6 +23,11 @@ from server.telemetry.events import (
 )
 
 MAX_NAMES = 64  # that clients choose; beyond this many they share the label "other"
+_VLLM_SECONDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+    7680.0,
+)  # fmt: skip
+_VLLM_CHOICES = (1, 2, 5, 10, 20)
 
 
 class EventMetrics:
@@ -108,3 +120,51 @@ class _Names:
         if len(self._names) < MAX_NAMES:
             self._names.add(name)
         return name if name in self._names else "other"
+
+
+class VllmEventMetrics:
+    """Metrics of completed requests under vLLM's names, without lines of batches."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, max_model_len: int) -> None:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            metric = Histogram(name, text, ["model_name", "engine"], registry=registry, buckets=buckets)
+            return metric.labels(model_name, "0")
+
+        self._inference_s = histogram(
+            "vllm:request_inference_time_seconds",
+            "First scheduled until the last token, of each choice.",
+            _VLLM_SECONDS,
+        )
+        self._n = histogram("vllm:request_params_n", "The parameter n of completed requests.", _VLLM_CHOICES)
+        self._max_tokens = histogram(
+            "vllm:request_params_max_tokens",
+            "The parameter max_tokens of completed requests.",
+            _steps_to(max_model_len),
+        )
+        self._longest = histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Tokens of the longest choice of completed requests.",
+            _steps_to(max_model_len),
+        )
+
+    def observe(self, event: Event) -> None:
+        """Count the requests of an answer whose choices all completed."""
+        if not isinstance(event, RequestEnded) or event.is_batch or event.record.generation is None:
+            return
+        choices = iter(event.record.generation.timeline.choices)
+        for request in event.record.requests:
+            own = list(islice(choices, request.params.n))
+            if not all(choice.is_completed for choice in own):
+                continue
+            for choice in own:
+                self._inference_s.observe(choice.prefill_s + choice.decode_s)
+            self._n.observe(len(own))
+            if request.params.max_tokens:
+                self._max_tokens.observe(request.params.max_tokens)
+            self._longest.observe(max(choice.num_tokens for choice in own))
+
+
+def _steps_to(limit: int) -> list[int]:
+    """Return 1, 2, 5, 10, 20, 50, ... up to a limit."""
+    steps = [step * 10**power for power in range(len(str(limit))) for step in (1, 2, 5)]
+    return [step for step in steps if step <= limit]

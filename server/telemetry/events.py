@@ -56,6 +56,11 @@ class ChoiceTimes:
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
 
+    @property
+    def is_completed(self) -> bool:
+        """Return whether it ended by a stop or by its length."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class Timeline:
     """Takes every event of an answer, in order, by choice of all prompts."""
@@ -72,6 +77,11 @@ class Timeline:
     def finish_reasons(self) -> list[FinishReason | None]:
         """Return one per choice; None while it is open."""
         return [choice.finish_reason for choice in self.choices]
+
+    @property
+    def is_dropped(self) -> bool:
+        """Return whether a choice was dropped as hopeless, and no other has begun."""
+        return FinishReason.DROPPED in self.finish_reasons and not self._begun()
 
     def hear(self, index: int, event: TokenEvent) -> None:
         """Take an event of a choice. Tokens after a stop string are not counted."""
@@ -102,6 +112,8 @@ class Timeline:
     def spans(self) -> Spans | None:
         """Return the times of all choices so far; None while all of them wait."""
         choices = self.choices
+        if self._begun():  # the waiting time of dropped ones does not count
+            choices = [choice for choice in choices if choice.finish_reason is not FinishReason.DROPPED]
         waits = [choice.queue_s for choice in choices if choice.queue_s is not None]
         if not waits:
             return None
@@ -119,6 +131,11 @@ class Timeline:
             num_drafted=sum(choice.num_drafted for choice in choices),
             num_accepted=sum(choice.num_accepted for choice in choices),
         )
+
+    def _begun(self) -> bool:
+        """Return whether a choice that was not dropped has begun."""
+        dropped = FinishReason.DROPPED
+        return any(choice.queue_s is not None and choice.finish_reason is not dropped for choice in self.choices)
 
 
 TAG_CHARS = 8  # of a request's id: enough for a client to recognise its request, too few to use another's
@@ -140,6 +157,7 @@ class Outcome(NamedTuple):
 
     spans: Spans | None
     finish_reasons: list[FinishReason | None]
+    is_dropped: bool
     usage: Usage
     num_cached_tokens: int
     error: QuireError | None  # of the first choice that failed
@@ -204,7 +222,7 @@ class RequestRecord:
         """Return the log line's fields: counts, and the seconds of the slowest choice."""
         if self.generation is None:
             return {}
-        spans, finish_reasons, usage, num_cached, *_ = self.outcome
+        spans, finish_reasons, _, usage, num_cached, *_ = self.outcome
         fields: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
         fields["prompt_tokens"] = usage.prompt_tokens
         fields["cached_tokens"] = num_cached
@@ -234,7 +252,7 @@ class RequestRecord:
         error = next((choice.error for choice in timeline.choices if choice.error is not None), None)
         info, turn = self.generation.prompt_info, self.turn
         prefix = None if info is None or turn is None else prefix_end(turn, info, self.requests[0].params)
-        return Outcome(timeline.spans(), timeline.finish_reasons, usage, cached, error, prefix)
+        return Outcome(timeline.spans(), timeline.finish_reasons, timeline.is_dropped, usage, cached, error, prefix)
 
     def close(self, status: int, seconds: float) -> None:
         """Keep the state of the answer, and drop the prompts. Idempotent."""

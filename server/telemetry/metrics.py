@@ -43,8 +43,8 @@ from prometheus_client.registry import Collector
 from engine.core.stats import FailureCause, Histogram
 from engine.handle import EngineHandle
 from engine.system.version import VERSION
-from server.telemetry.event_metrics import EventMetrics
-from server.telemetry.events import Listener
+from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
+from server.telemetry.events import Event, Listener, RequestEnded
 
 PERIOD_S = 0.25
 WINDOW_S = 45.0  # a scrape interval is shorter
@@ -205,9 +205,14 @@ class ModelCollector(Collector):
                     first.samples += family.samples
         yield from families.values()
 
+    def observe(self, event: Event) -> None:
+        """Count an event of a model. Any thread."""
+        if isinstance(event, RequestEnded) and (model := self.models.get(event.record.model)) is not None:
+            model.observe(event)
+
 
 class Metrics:
-    """Everything that /metrics shows; `observe` counts events. Event loop."""
+    """Everything that /metrics shows; `listeners` count events. Event loop."""
 
     def __init__(self, *, compat_vllm: bool) -> None:
         self.registry, self._compat_vllm = CollectorRegistry(), compat_vllm
@@ -217,7 +222,9 @@ class Metrics:
         self.registry.register(self._models)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
-        self.observe: Listener = EventMetrics(self.registry).observe  # any thread
+        self.listeners: list[Listener] = [EventMetrics(self.registry).observe]  # any thread
+        if compat_vllm:
+            self.listeners.append(self._models.observe)
 
     def render(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""
@@ -242,6 +249,7 @@ class ModelMetrics:
 
     def __init__(self, name: str, engine: EngineHandle, history: object | None, *, compat_vllm: bool) -> None:
         self.registry, self._model_name = CollectorRegistry(), name
+        self.observe: Listener = lambda _: None
         self.registry.register(RowCollector(lambda: engine.stats, METRICS, model_name=name))
         self.registry.register(RowCollector(lambda: engine, ROWS["engine"], model_name=name))
         if history is not None:
@@ -277,6 +285,7 @@ class ModelMetrics:
                 "enable_prefix_caching": str(config.enable_prefix_caching),
             }
         )
+        self.observe = VllmEventMetrics(registry, self._model_name, config.max_model_len).observe
 
     def _info(self, name: str, text: str, **labels: str) -> None:
         Info(name, text, ["model_name"], registry=self.registry).labels(self._model_name).info(labels)

@@ -96,11 +96,18 @@ def test_a_pool_too_small_for_the_context_is_refused_with_the_length_that_fits()
     assert "4096" in said
 
 
-def test_a_context_that_fits_is_found() -> None:
-    with serve("--kv-cache-memory-bytes", "128MiB") as daemon:
+def test_a_context_that_fits_is_found_and_a_request_that_cannot_be_in_time_is_a_408() -> None:
+    with serve("--kv-cache-memory-bytes", "128MiB", "--max-num-seqs", "1") as daemon:
         length = daemon.http.get("/v1/models").json()["data"][0]["max_model_len"]
         assert 4096 < length < 8192
         assert str(length) in daemon.written.replace(",", "")
+        endless = {"prompt": LONG, "max_tokens": length - 256, "ignore_eos": True, "stream": True}
+        with daemon.http.stream("POST", "/v1/completions", json=endless) as stream:
+            lines = stream.iter_lines()
+            next(lines)  # the only slot is taken
+            for limit in ("deadline_ms", "max_queue_ms"):
+                answer = daemon.http.post("/v1/completions", json={"prompt": OTHER, "max_tokens": 8, limit: 200})
+                assert answer.status_code == 408, answer.text
 
 
 def test_prefixes_are_shared_unless_salted(default: Daemon) -> None:

@@ -11,7 +11,7 @@ import pytest
 from harness import NOT_SERVED, PLACE, Live
 
 # Their tests run twice: with the engine here, and in another process. ENGINE_PLACE=process is for all tests.
-TWICE = ("test_lifecycle", "test_adapters_http", "test_structured_http")
+TWICE = ("test_lifecycle", "test_deadlines_http", "test_adapters_http", "test_structured_http")
 ONCE = ("test_what_cannot_be_is_a_400_that_says_where",)  # of them, what no engine comes to see
 
 

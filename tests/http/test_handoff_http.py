@@ -175,22 +175,27 @@ def test_a_daemon_that_fails_is_not_asked_again_and_again(
 def test_a_request_waits_no_longer_than_computing_its_prompt_takes(
     pair: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A request waits no longer than its deadline, and makes no other request wait."""
     _, decode = pair
     decode.require_thread()
-    is_slow = False
+    is_slow = True
     control = decode.context.receiver._engine.control
 
     def begun(command: Any) -> Any:
         return Future() if is_slow and isinstance(command, ReceivePrefix) else control(command)
 
     monkeypatch.setattr(decode.context.receiver, "_engine", Mock(wraps=decode.context.receiver._engine, control=begun))
+    with monkeypatch.context() as patch:
+        patch.setattr(handoff.Receiver, "_limit_s", lambda *_: 0.05)
+        assert ask(pair, cache_salt="hurried")["choices"][0]["text"] == TEXT[:20]
+    is_slow = False
     ask(pair, cache_salt="calm")
-    assert handoffs(decode) == {"received": 1}
+    assert handoffs(decode) == {"failed": 1, "received": 1}
     is_slow = True
     monkeypatch.setattr(handoff, "LEAST_PATIENCE_S", 0.0)
     monkeypatch.setattr(Tiers, "compute_s", lambda *_: 0.05)
     assert ask(pair, cache_salt="slow")["choices"][0]["text"] == TEXT[:20]
-    assert handoffs(decode) == {"failed": 1, "received": 1}
+    assert handoffs(decode) == {"failed": 2, "received": 1}
 
 
 def test_pauses_double_up_to_a_bound_and_one_probe_is_enough() -> None:

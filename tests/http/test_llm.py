@@ -435,6 +435,16 @@ def test_a_bar_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "2/2" not in capsys.readouterr().err
 
 
+def test_a_prompt_that_cannot_be_in_time_is_dropped_alone(workshop: Workshop) -> None:
+    with LLM() as llm:
+        workshop.gate.close()
+        threading.Timer(0.3, workshop.gate.open).start()
+        params = [SamplingParams(max_tokens=3)] * CONFIG.max_num_seqs + [SamplingParams(max_tokens=3, max_queue_ms=50)]
+        *fine, late = llm.generate(["hello|"] * len(params), params)
+    assert {output.outputs[0].text for output in fine} == {"hel"}
+    assert (late.outputs[0].text, late.outputs[0].finish_reason) == ("", "dropped")
+
+
 def test_an_argument_of_another_type_is_named(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hi"}]
     for call, arguments, sentence in (

@@ -151,7 +151,7 @@ SHOWN = {
     "quire_swap_failures_total": "failed_copies",
     "quire_kv_block_waste_ratio": "blocks_waste",
 }
-LABELLED = {"missed", "finished", "failed", "aborted", "preempted", "swapped_blocks"}
+LABELLED = {"missed", "dropped", "finished", "failed", "aborted", "preempted", "swapped_blocks"}
 LABELLED |= {"prefix_hits", "transferred", "failed_transfers", "findable_blocks"}
 BACKGROUND = {"num_background_running", "num_background_waiting"}
 BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_cached", "host_blocks_held"}
@@ -277,8 +277,8 @@ def test_health_is_told() -> None:
 def test_names_that_clients_choose_cannot_grow_without_end(engine: Engine) -> None:
     metrics = Metrics(compat_vllm=False).add_model("tiny", engine)
     for index in range(1000):
-        metrics.observe(FieldIgnored(f"field{index}"))
-    metrics.observe(FieldIgnored("field0"))
+        metrics.listeners[0](FieldIgnored(f"field{index}"))
+    metrics.listeners[0](FieldIgnored("field0"))
     family = scrape(metrics)["quire_ignored_fields"]
     counts = {sample.labels["field"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
     assert len(counts) == MAX_NAMES + 1
@@ -288,8 +288,8 @@ def test_names_that_clients_choose_cannot_grow_without_end(engine: Engine) -> No
 
 def test_http_requests_are_counted_by_route_method_and_status(engine: Engine) -> None:
     metrics = Metrics(compat_vllm=False).add_model("tiny", engine)
-    metrics.observe(HttpAnswered("a", "/v1/completions", "POST", 200, 0.2, None))
-    metrics.observe(HttpAnswered("b", "/v1/completions", "POST", 429, 0.001, None))
+    metrics.listeners[0](HttpAnswered("a", "/v1/completions", "POST", 200, 0.2, None))
+    metrics.listeners[0](HttpAnswered("b", "/v1/completions", "POST", 429, 0.001, None))
     families = scrape(metrics)
     requests = {
         sample.labels["status"]: sample.value
@@ -320,9 +320,65 @@ def test_drafts_are_counted_by_their_place() -> None:
         assert [value(by_place, position=str(place)) for place in range(3)] == [2, 2, 2]
 
 
+# -- of requests, under vLLM's names -----------------------------------------------------------------------------------
+
+SECONDS = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680, float("inf")]
+TOKENS = [1, 2, 5, 10, 20, 50, 100, 200, 500, float("inf")]  # up to the harness' context of 512
+REQUEST_HISTOGRAMS = {
+    "vllm:request_inference_time_seconds": SECONDS,
+    "vllm:request_params_n": [1, 2, 5, 10, 20, float("inf")],
+    "vllm:request_params_max_tokens": TOKENS,
+    "vllm:request_max_num_generation_tokens": TOKENS,
+}
+
+
+def sums(text: str) -> dict[str, tuple[float, float]]:
+    """Count and sum of each histogram of requests."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        if family.name in REQUEST_HISTOGRAMS:
+            values = {sample.name.removeprefix(family.name): sample.value for sample in family.samples}
+            found[family.name.removeprefix("vllm:request_")] = values["_count"], values["_sum"]
+    return found
+
+
+def test_requests_are_told_in_vllms_types_labels_and_buckets(serve: Callable[..., Live]) -> None:
+    live = serve(metrics_compat="vllm")
+    families = {family.name: family for family in text_string_to_metric_families(httpx.get(live.url + "/metrics").text)}
+    for name, bounds in REQUEST_HISTOGRAMS.items():
+        family = families[name]
+        assert family.type == "histogram"
+        buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
+        assert [float(sample.labels["le"]) for sample in buckets] == bounds
+        assert all(sample.labels.keys() == {"model_name", "engine", "le"} for sample in buckets)
+        assert {(sample.labels["model_name"], sample.labels["engine"]) for sample in buckets} == {("parrot", "0")}
+    assert "vllm:lora_requests_info" not in families, "there is no room for adapters"
+    assert "vllm:request_params_n" not in httpx.get(serve().url + "/metrics").text
+
+
+def test_completed_requests_are_counted_once_with_their_parameters(serve: Callable[..., Live]) -> None:
+    live = serve(metrics_compat="vllm", step_s=0.01)
+    with httpx.Client(base_url=live.url) as http:
+        http.post(
+            "/v1/completions", json={"prompt": ["ab|", "c|"], "n": 2, "max_tokens": 7}
+        )  # 3 + 3, 2 + 2 with the end
+        http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": True})
+        http.post("/v1/embeddings", json={"input": "abc"})
+        http.post("/v1/completions", json={"prompt": ""})
+        with http.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 400, "stream": True}) as left:
+            next(left.iter_lines())
+        eventually(lambda: live.context.client.num_open == 0)
+        counted = sums(http.get("/metrics").text)
+    assert counted["params_n"] == (4, 2 + 2 + 1 + 1)
+    assert counted["params_max_tokens"] == (3, 7 + 7 + 4)
+    longest = counted["max_num_generation_tokens"]
+    assert longest[0] == 4
+    assert 2 + 1 + 4 <= longest[1] <= 3 + 2 + 4
+    assert counted["inference_time_seconds"][0] == 6
+    assert counted["inference_time_seconds"][1] > 4 * 0.01
+
+
 def test_adapters_in_use_are_told_as_routers_read_them(serve: Callable[..., Live], tmp_path: Path) -> None:
-    without = serve(metrics_compat="vllm")
-    assert "vllm:lora_requests_info" not in httpx.get(without.url + "/metrics").text, "there is no room for adapters"
     (tmp_path / "by1").write_text("1")
     adapters = Adapters(read_adapter, max_loras=3)
     for name in ("b", "a"):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 from engine.core.config import SchedulerConfig, StoreSize
-from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.tiers import Transfer
 from engine.core.page_table import blocks_for
 from engine.core.rows import Rows, SequenceSlice
@@ -47,14 +46,6 @@ def request(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), **change
     outer = {name: changes.pop(name) for name in names if name in changes}
     params = SamplingParams(**({"max_tokens": 5, "eos_token_ids": frozenset([EOS])} | changes))  # type: ignore[arg-type]
     return Request(request_id=request_id, prompt=prompt, params=params, **({"arrival_s": 0.0} | outer))  # type: ignore[arg-type]
-
-
-def lookup(kv: KVCacheManager, seq: Sequence) -> int:
-    """How many positions of a waiting sequence are cached, or on their way from a store."""
-    if not kv._caching or seq.needs_every_position:
-        return 0
-    num_blocks = max(sum(map(len, kv._match(seq))), seq.kv.num_coming if seq.kv.num_awaited else 0)
-    return min(num_blocks * kv.block_size, len(seq.tokens) - 1)
 
 
 def once_stopping(engine: Engine, then: Callable[[], None]) -> None:

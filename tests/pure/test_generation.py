@@ -237,7 +237,9 @@ async def test_requests_that_are_refused_are_forgotten() -> None:
     assert client.num_open == 0
 
 
-@pytest.mark.parametrize(("reason", "drawn"), [(FinishReason.ABORT, 0), (FinishReason.STOP, 3)])
+@pytest.mark.parametrize(
+    ("reason", "drawn"), [(FinishReason.DROPPED, 0), (FinishReason.ABORT, 0), (FinishReason.STOP, 3)]
+)
 async def test_a_search_draws_nothing_with_what_ends_it_otherwise(reason: FinishReason, drawn: int) -> None:
     asked = requests()
     beam = BeamParams(width=3, length_penalty=1.0, early_stopping=EarlyStopping.NEVER)

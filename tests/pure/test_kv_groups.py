@@ -21,7 +21,7 @@ from engine.core.kv.prefix_cache import PrefixCache, name_block
 from engine.core.page_table import NO_BLOCK, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.types import AbortCause, Request
-from tests.pure.driver import Driver, config, lookup, request
+from tests.pure.driver import Driver, config, request
 
 WINDOWS = st.lists(st.sampled_from([1, 2, 4, 5, 9, 17]), min_size=1, max_size=2)
 
@@ -334,7 +334,7 @@ def test_the_first_in_line_is_looked_up_again_once_something_changes(monkeypatch
     driver.step()
     num_asked = 0
     while waiting := driver.scheduler._queue.waiting:
-        lookup(driver.scheduler.kv, waiting[0])
+        driver.scheduler.kv.lookup(waiting[0])
         driver.step()
         num_asked += 1
     assert 0 < lookups.count(17) < num_asked, "once, and after each block that became full"

@@ -21,7 +21,7 @@ from engine.core.page_table import NO_BLOCK
 from engine.core.sequence import Account, Sequence, Status
 from engine.core.stats import Stats
 from tests.integrity import check_kv
-from tests.pure.driver import config, lookup, request
+from tests.pure.driver import config, request
 
 SIZE, SLOTS = 4, 4
 
@@ -129,7 +129,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         num_needed = -(-len(seq.tokens) // SIZE) + reserve
         held, num_available, num_found = self.held(), self.num_available(), self.num_surely_found(seq)
         has_slots = SLOTS - sum(len(each.kv.slots) for each in self.living) >= seq.num_slots
-        hint = lookup(self.kv, seq)
+        hint = self.kv.lookup(seq)
         loads = self.kv.allocate(seq, reserve=reserve)
         if loads is None:
             assert not has_slots or num_available < num_needed - num_found, "there was room"
@@ -301,7 +301,7 @@ class MixedManagerMachine(KVManagerMachine):
     @rule(data=st.data(), reserve=st.integers(0, 3))
     def admit(self, data: st.DataObject, reserve: int) -> None:
         seq = data.draw(st.sampled_from(self.waiting))
-        hint, has_none = lookup(self.kv, seq), not self.living
+        hint, has_none = self.kv.lookup(seq), not self.living
         if self.kv.allocate(seq, reserve=reserve) is None:
             needed = self.kv.config.max_blocks(len(seq.tokens), 2 + seq.num_slots) + 3 * self.kv._num_groups
             assert not (has_none and self.num_blocks >= needed), "an empty pool had no room"

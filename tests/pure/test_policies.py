@@ -37,3 +37,13 @@ def test_nobody_waits_longer_than_its_handicap(arrival: float, level: int, max_t
     newcomer = request(arrival_s=arrival + bound, priority=-5, max_tokens=1)
     queue = POLICIES[policy]()
     assert queue.key(old) < queue.key(newcomer)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_deadline_moves_a_request_forward_within_a_bound(policy: str) -> None:
+    queue = POLICIES[policy]()
+    plain, late, soon, sooner = (
+        queue.key(request(arrival_s=100.0, deadline_s=limit)) for limit in (None, 3600.0, 5.0, 0.5)
+    )
+    assert sooner < soon < plain == late
+    assert plain - sooner <= PRIORITY_STEP_S

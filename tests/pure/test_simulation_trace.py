@@ -74,6 +74,7 @@ def test_burstgpts_columns(tmp_path: Path) -> None:
         ("arrival_s,prompt,output,prefix_tokens\n0,4,9,8\n", "prefix_tokens is 8, more than the 4 tokens"),
         ("arrival_s,prompt,output,priority\n0,4,9,high\n", "priority is 'high'"),
         ("arrival_s,prompt,output,weight\n0,4,9,-1\n", "weight is '-1'"),
+        ("arrival_s,prompt,output,deadline_s\n0,4,9,soon\n", "deadline_s is 'soon'"),
     ],
 )
 def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
@@ -142,3 +143,5 @@ def test_tenant_and_weight_reach_the_scheduler() -> None:
     request = to_request(TraceRequest(7.0, 4, 2, tenant="alice", priority=3, weight=2.5), 0)
     assert (request.tenant, request.priority, request.weight, request.arrival_s) == ("alice", 3, 2.5, 7.0)
     assert to_request(TraceRequest(0.0, 4, 2), 0).weight == 1.0
+    assert to_request(TraceRequest(0.0, 4, 2, deadline_s=1.5), 0).deadline_s == 1.5
+    assert to_request(TraceRequest(0.0, 4, 2), 0).deadline_s is None

@@ -22,7 +22,7 @@ from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.types import AbortCause, BeamParams, Pin
 from loadtest.fake_runner import FakeRunner
-from tests.pure.driver import EOS, VOCAB, Driver, config, lookup, request
+from tests.pure.driver import EOS, VOCAB, Driver, config, request
 from tests.pure.test_kv_groups import check_findable, check_footprint
 from tests.pure.test_scheduler_properties import SchedulerMachine
 
@@ -532,7 +532,7 @@ def test_a_daemon_that_starts_again_finds_states_on_the_disk(loses: int) -> None
     second.add(request("turn2", (*prompt[:28], 7, 8, 9, 10, 11)))
     assert second.scheduler.has_parked
     (seq,) = second.scheduler._queue.waiting
-    assert lookup(second.scheduler.kv, seq) == 28, "a state is no position"
+    assert second.scheduler.kv.lookup(seq) == 28, "a state is no position"
     second.transfer()
     second.add(request("later", (3, 4, 5)))
     host, finds = second.scheduler.tiers.host, loses < 9

@@ -22,6 +22,7 @@ asked = st.fixed_dictionaries(
         "beam": st.sampled_from([None, None, BEAMS]),
         "is_background": st.booleans(),
         "eos_token_ids": st.sampled_from([frozenset(), frozenset([EOS])]),
+        "max_queue_s": st.sampled_from([None, None, 0.05]),
     }
 )
 abort = st.tuples(
@@ -54,6 +55,7 @@ def test_counters_and_histograms_agree_after_every_step(
             which, choice, cause = aborts[step]
             driver.take(driver.scheduler.abort(str(which), cause, driver.now, choice))
             driver.check_totals()
+        driver.take(driver.scheduler.drop_hopeless(driver.now))
         driver.step()
         driver.check_totals()
     driver.drain()

@@ -49,6 +49,7 @@ ERRORS = {
     "file_not_found": (404, "There is no such file in this account.", ""),
     "batch_not_found": (404, "There is no such batch in this account.", ""),
     "method_not_allowed": (405, "The route has another method.", "The message has it."),
+    "deadline_unreachable": (408, "`deadline_ms` or `max_queue_ms` cannot be met.", "Do not retry; add capacity."),
     "request_timeout": (408, "The rest of the request did not arrive, or too slowly.", "Send it again, faster."),
     "adapter_conflict": (409, "The adapter's name is taken, or `--max-loras` are loaded.", "Unload one."),
     "batch_ended": (409, "The batch has ended already.", ""),

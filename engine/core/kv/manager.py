@@ -168,6 +168,13 @@ class KVCacheManager:
         kv.num_fetches += 1
         return self.prefetch(seq)
 
+    def lookup(self, seq: Sequence) -> int:
+        """Return how many positions of a waiting sequence are cached, or on their way from a store."""
+        if not self._caching or seq.needs_every_position:
+            return 0
+        num_blocks = max(sum(map(len, self._match(seq))), seq.kv.num_coming if seq.kv.num_awaited else 0)
+        return min(num_blocks * self.block_size, len(seq.tokens) - 1)
+
     def _match(self, seq: Sequence) -> tuple[list[int], list[int]]:
         """Return the cached blocks that a sequence begins with, and the host blocks after them; every group can resume there.
 

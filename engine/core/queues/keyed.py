@@ -15,7 +15,7 @@ from engine.core.in_flight import InFlightStep
 from engine.core.sequence import Account, Sequence
 from engine.core.types import Request
 
-PRIORITY_STEP_S = 10.0  # one level of priority outweighs this much waiting
+PRIORITY_STEP_S = 10.0  # one level of priority outweighs this much waiting; so does the nearest deadline
 
 Key = Callable[[Request], float]
 
@@ -46,8 +46,12 @@ class KeyedQueue:
         self._waiting: list[Sequence] = []
 
     def key(self, request: Request) -> float:
-        """Return a request's virtual arrival time."""
-        return self._key(request)
+        """Return a request's virtual arrival time.
+
+        A deadline moves a request forward: the earlier it is, the further, by at most one level of priority.
+        """
+        key = self._key(request)
+        return key if request.deadline_s is None else key - max(PRIORITY_STEP_S - request.deadline_s, 0.0)
 
     def account(self, request: Request) -> Account:  # noqa: ARG002 - for policies that charge
         """Return the account that a request is charged to."""

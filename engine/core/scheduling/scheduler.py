@@ -18,6 +18,7 @@ from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.tiers import TransferEnd
 from engine.core.scheduling.admission import check_request
 from engine.core.scheduling.beams import BeamGroup
+from engine.core.scheduling.deadlines import Deadlines
 from engine.core.scheduling.drafts import DraftPlanner
 from engine.core.scheduling.output import OutputProcessor
 from engine.core.scheduling.prompts import PromptPlan
@@ -46,6 +47,7 @@ class Scheduler:
         self.tiers = self.kv.tiers
         self._recorder = StatsRecorder(config, self.stats, self.kv)
         self._queue = RunningQueue(self._recorder, config)
+        self._deadlines: Deadlines | None = None  # from the first request with a deadline on
         self._in_flight: deque[InFlightStep] = deque()
         has_drafts = config.num_speculative_tokens > 0
         self._drafts = DraftPlanner(config, self.kv, self.stats) if has_drafts else None
@@ -94,6 +96,17 @@ class Scheduler:
         self._queue.requests[request.request_id] = [seq]
         self._queue.num_with_spans += bool(request.spans)
         self._queue.enqueue(seq, is_parked=self.kv.prefetch(seq))
+        if request.deadline_s is not None or request.max_queue_s is not None:
+            self._deadlines = self._deadlines or Deadlines(self.kv, self._budget.times, self.config)
+            self._deadlines.watch(seq)
+
+    def drop_hopeless(self, now: float) -> list[TokenEvent]:
+        """End the waiting requests that can no longer meet their deadline; called before each plan."""
+        events: list[TokenEvent] = []
+        for seq, target, error in () if self._deadlines is None else self._deadlines.take_hopeless(now):
+            self._recorder.dropped(seq, target)
+            events += self._output.end(seq, FinishReason.DROPPED, now, error=error)
+        return events
 
     def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
         """End a request, or one of its forked choices; others are ignored."""

@@ -140,8 +140,15 @@ class StatsRecorder:
             preempted_s=seq.history.preempted_s,
         )
 
+    def dropped(self, seq: Sequence, target: Target) -> None:
+        """Count a request that was dropped from the queue, because it could not be in time."""
+        stats, num_choices = self._stats, seq.params.n
+        stats.dropped[target] += num_choices
+        stats.missed[target] += num_choices
+        stats.targeted += num_choices
+
     def _completed(self, seq: Sequence, now: float, decode_s: float, num_generated: int) -> None:
-        if self._has_targets:
+        if self._has_targets or seq.request.deadline_s is not None or seq.request.max_queue_s is not None:
             self._judge(seq, now, num_generated)
         self._stats.e2e_s.observe(now - seq.request.arrival_s)
         answer_s = now - seq.history.first_scheduled_s
@@ -154,13 +161,15 @@ class StatsRecorder:
 
     def _judge(self, seq: Sequence, now: float, num_generated: int) -> None:
         """Count which of its targets a completed answer missed, by the times that the engine sees."""
-        first_token_s, num_gaps = seq.history.first_token_s, num_generated - 1
+        request, first_token_s, num_gaps = seq.request, seq.history.first_token_s, num_generated - 1
         first_s, mean_gap_s = (first_token_s if first_token_s >= 0 else now), 0.0
         if num_gaps > 0:
             mean_gap_s = (seq.last_token_s - first_token_s) / num_gaps
         held = (
-            (Target.TTFT, self._target_ttft_s, first_s - seq.request.arrival_s),
+            (Target.TTFT, self._target_ttft_s, first_s - request.arrival_s),
             (Target.ITL, self._target_itl_s, mean_gap_s),
+            (Target.DEADLINE, request.deadline_s, now - request.arrival_s),
+            (Target.QUEUE, request.max_queue_s, seq.history.first_scheduled_s - request.arrival_s),
         )
         judged = [(target, seconds > limit) for target, limit, seconds in held if limit is not None]
         self._stats.targeted += 1

@@ -16,7 +16,7 @@ from engine.text.chat.history import ChatTurn
 from engine.text.tokenizer import Detokenizer, StopStrings, TextTokenizer
 from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 
-_FAILURES = frozenset({FinishReason.ERROR, FinishReason.ABORT})
+_FAILURES = frozenset({FinishReason.ERROR, FinishReason.DROPPED, FinishReason.ABORT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +170,10 @@ class Choice:
     def num_echoed(self) -> int:
         """The tokens of the prompt that its first event makes text of."""
         return len(self._prompt) if self._rules.echo else 0
+
+    def drop(self) -> None:
+        """End without an answer, instead of raising the error of a dropped request."""
+        self._finish(FinishReason.DROPPED, None)
 
     def block(self, categories: Sequence[str]) -> None:
         """End the choice without what was not taken, which a guard found unsafe."""

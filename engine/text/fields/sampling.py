@@ -21,6 +21,7 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 512
+MAX_DEADLINE_MS = 86_400_000  # a day
 MAX_LENGTH_PENALTY = 10
 MAX_REPETITION_PENALTY = 100  # and its inverse at least: logits stay finite in float32, whichever way it pushes them
 
@@ -57,6 +58,15 @@ class QueueFields(RequestBody):
 
     priority: int = Field(
         0, ge=-(2**31), lt=2**31, description="Lower goes first, under the policies priority and fair."
+    )
+    deadline_ms: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_DEADLINE_MS,
+        description="Drop the request if the whole answer cannot be ready this long after its arrival.",
+    )
+    max_queue_ms: int | None = Field(
+        None, ge=1, le=MAX_DEADLINE_MS, description="Drop the request if it cannot start this long after its arrival."
     )
 
 
