@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
+from engine.text.tools.json_arguments import ArgumentsParser
 from engine.text.tools.python_literals import LiteralReader
 from engine.text.tools.text_values import Parameter, ValueGrammar, arguments_in_order, self_contained, types_of
 from engine.text.tools.tool_format import (
@@ -91,15 +92,15 @@ class _Reader(LiteralReader):
         return json.dumps(text[at:end], ensure_ascii=False)[1:-1], end - at
 
 
-class GemmaCallParser(CallParser):
+class GemmaCallParser(ArgumentsParser):
     """`push` text, `finish` at its end."""
 
     def __init__(self) -> None:
         super().__init__((OPENING,))
-        self._closing, self._reader = CLOSING, _Reader()
+        self._closing = CLOSING
 
     def finish(self) -> list[Piece]:
-        if self._step == self._body:
+        if self._step == self._read_arguments:
             self._buffer = ""  # a part of a mark, key or word
         return super().finish()
 
@@ -113,18 +114,8 @@ class GemmaCallParser(CallParser):
             return not _PART_OF_HEAD.fullmatch(self._buffer) and self._no_call()
         self._begin(head[1])
         self._buffer = self._buffer[head.end() :]
-        self._reader, self._step = _Reader(), self._body
+        self._scanner, self._step = _Reader(), self._read_arguments
         return True
-
-    def _body(self) -> bool:
-        """Read the arguments."""
-        before = len(self._buffer)
-        text, self._buffer = self._reader.read(self._buffer)
-        self._arguments(text)
-        if self._reader.is_done or self._reader.is_faulty:
-            self._step = self._after if self._reader.is_done else self._broken
-            return True
-        return len(self._buffer) < before
 
 
 def _calls(rule: str, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, is_forced: bool) -> list[str]:

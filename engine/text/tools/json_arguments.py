@@ -1,9 +1,10 @@
-"""The arguments of calls as JSON objects that arrive in pieces: where one ends, and the base of their parsers. Pure."""
+"""The arguments of calls that arrive in pieces: where a JSON object ends, and the base of parsers of arguments. Pure."""
 
 from __future__ import annotations
 
 import json
 
+from engine.text.tools.python_literals import LiteralReader
 from engine.text.tools.tool_format import CallParser
 
 _BARE = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # outside strings
@@ -63,22 +64,23 @@ class JsonScanner:
 
 
 class ArgumentsParser(CallParser):
-    """Base of parsers of calls whose arguments are a JSON object."""
+    """Base of parsers of calls whose arguments are a JSON object, or literals that become one."""
 
     def __init__(self, openings: tuple[str, ...]) -> None:
         super().__init__(openings)
         self._stops = openings
-        self._scanner = JsonScanner()
+        self._scanner: JsonScanner | LiteralReader = JsonScanner()
 
     def _read_arguments(self) -> bool:
-        """Read more of an object, up to its end or its first fault."""
+        """Read more of an object or literal, up to its end or its first fault."""
+        num_left = len(self._buffer)
         text, self._buffer = self._scanner.read(self._buffer)
         self._arguments(text)
         if self._scanner.is_faulty:
             self._step = self._broken
         elif self._scanner.is_done:
             self._end_arguments()
-        return True
+        return self._step != self._read_arguments or len(self._buffer) < num_left
 
     def _end_arguments(self) -> None:
         self._step = self._after

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.text.tools.json_arguments import ArgumentsParser
 from engine.text.tools.python_literals import LiteralReader
 from engine.text.tools.text_values import Parameter, arguments_in_order, refusal, self_contained, types_of
 from engine.text.tools.tool_format import (
@@ -133,7 +134,7 @@ LFM2 = PythonFormat(  # templates list the tools, and most show no calls
 )
 
 
-class PythonCallParser(CallParser):
+class PythonCallParser(ArgumentsParser):
     """`push` text, `finish` at its end."""
 
     def __init__(self, tool_format: PythonFormat, tools: Tools) -> None:
@@ -143,12 +144,11 @@ class PythonCallParser(CallParser):
         self._in_list = False
         self._is_marked = False  # these calls began with a mark
         self._has_arguments = False
-        self._reader = LiteralReader()
 
     def finish(self) -> list[Piece]:
-        if self._step == self._value:
+        if self._step == self._read_arguments:
             self._arguments(self._buffer)
-        if self._step in (self._value, self._argument, self._next):
+        if self._step in (self._read_arguments, self._argument, self._next):
             self._buffer = ""  # else a part of a key, or space
         return super().finish()
 
@@ -202,18 +202,11 @@ class PythonCallParser(CallParser):
             return True
         self._arguments((", " if self._has_arguments else "{") + json.dumps(match[1], ensure_ascii=False) + ": ")
         self._buffer, self._has_arguments = buffer[match.end() :], True
-        self._reader, self._step = LiteralReader(), self._value
+        self._scanner, self._step = LiteralReader(), self._read_arguments
         return True
 
-    def _value(self) -> bool:
-        num_left = len(self._buffer)
-        text, self._buffer = self._reader.read(self._buffer)
-        self._arguments(text)
-        if self._reader.is_faulty:
-            self._step = self._broken
-        elif self._reader.is_done:
-            self._step = self._next
-        return self._step != self._value or len(self._buffer) < num_left
+    def _end_arguments(self) -> None:
+        self._step = self._next
 
     def _next(self) -> bool:
         """Read the text after a value."""
