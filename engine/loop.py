@@ -36,7 +36,7 @@ from engine.core.errors import (
 )
 from engine.core.kv.tiers import Transport
 from engine.core.page_table import waste
-from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_ids, check_request
+from engine.core.scheduling.admission import check_ids, check_request
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
 from engine.core.stats import FailureCause
@@ -45,6 +45,7 @@ from engine.core.types import AbortCause, FinishReason, Request, StepEvents, Tok
 from engine.handle import Command, Deliver, EngineFacts, EngineHealth, LoadedAdapter
 from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop, Submission
 from engine.outbound.offload import Offload
+from engine.overload import NO_LIMITS, OverloadControl, QueueLimits
 from engine.resources import EngineResources
 from engine.system.calls import T, on_thread
 

@@ -19,12 +19,12 @@ from engine.adapters import Adapters
 from engine.arbiter import Arbiter
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner, StepResult
 from engine.core.types import Progress, ReportProgress
 from engine.handle import EngineFacts
 from engine.loop import Engine, Outbound
+from engine.overload import QueueLimits
 from engine.resources import EngineResources
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.cuda.available import has_triton

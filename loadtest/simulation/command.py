@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.core.queues import POLICIES
-from engine.core.scheduling.admission import QueueLimits
+from engine.overload import QueueLimits
 from loadtest.arguments import given, positive_float, positive_int, share
 from loadtest.errors import LoadtestError
 from loadtest.output import progress_bar, save_json

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from engine.core.budget import Beside
 from engine.core.config import SchedulerConfig
-from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
 from engine.core.step import RowStart, StepPlan, StepResult
 from engine.core.types import Request, TokenEvent
+from engine.overload import NO_LIMITS, OverloadControl, QueueLimits
 from loadtest.errors import LoadtestError
 from loadtest.simulation.costs import StepCosts
 

@@ -52,8 +52,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.core.errors import ConfigError, OverloadedError
-from engine.core.scheduling.admission import RetryTimes
 from engine.core.types import Request
+from engine.overload import RetryTimes
 
 DEFAULT = "default"  # the name of everything that is no tenant of the file: keys of --api-key
 

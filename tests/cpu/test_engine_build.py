@@ -16,9 +16,9 @@ import torch
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.page_table import blocks_for
-from engine.core.scheduling.admission import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents
 from engine.loop import Engine
+from engine.overload import QueueLimits
 from engine.runtime.attention.torch_paged import TorchPagedAttention
 from engine.runtime.execution.device_memory import CudaMemory, full_steps, other_steps
 from engine.runtime.execution.runner import ModelRunner

@@ -25,11 +25,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
-from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.handle import EngineFacts, Layout
 from engine.loop import Engine, Outbound
 from engine.outbound.kv_events import KVEvents
+from engine.overload import QueueLimits
 from engine.resources import EngineResources, refuse_image
 from engine.text.images.preprocessor import ImagePreprocessor
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig

@@ -18,7 +18,7 @@ from harness import APP, END, TEMPLATE, Gate, Live, byte_tokenizer, parts_of
 
 from engine.core.errors import ConfigError
 from engine.core.rows import SequenceSlice
-from engine.core.scheduling.admission import QueueLimits
+from engine.overload import QueueLimits
 from engine.text.fields.chat import Conversation
 from loadtest.fake_runner import FakeRunner
 from server.answers.content_guard import ContentGuard, conversation

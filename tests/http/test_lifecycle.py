@@ -18,10 +18,10 @@ from harness import CONFIG, Live, eventually
 
 from engine.core.errors import DeviceLostError, DeviceMemoryError
 from engine.core.rows import SequenceSlice
-from engine.core.scheduling.admission import QueueLimits
 from engine.core.stats import FailureCause
 from engine.core.step import StepPlan
 from engine.core.types import AbortCause
+from engine.overload import QueueLimits
 from loadtest.fake_runner import FakeStep
 from tests.patience import PATIENCE_S
 

@@ -20,12 +20,12 @@ from engine.core.errors import (
     ShuttingDownError,
 )
 from engine.core.rows import SequenceSlice
-from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import PendingStep, StepPlan
 from engine.core.types import Request
 from engine.handle import EngineFacts
 from engine.loop import Engine
+from engine.overload import QueueLimits
 from engine.settings.engine_config import EngineConfig
 from loadtest.fake_runner import CostModel, FakeRunner
 from quire import LLM, SamplingParams

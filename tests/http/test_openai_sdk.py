@@ -10,7 +10,7 @@ import openai
 import pytest
 from harness import CONFIG, Live, eventually
 
-from engine.core.scheduling.admission import QueueLimits
+from engine.overload import QueueLimits
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]

@@ -6,10 +6,10 @@ import pytest
 
 from engine.core.errors import OverloadedError
 from engine.core.queues import POLICIES
-from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.handle import EngineFacts
 from engine.loop import Engine
+from engine.overload import QueueLimits
 from loadtest.fake_runner import FakeRunner
 from tests.pure.driver import VOCAB, Driver, config, request
 

@@ -19,13 +19,13 @@ from engine.core.errors import (
     OverloadedError,
     ShuttingDownError,
 )
-from engine.core.scheduling.admission import MAX_RETRY_S, QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 from engine.handle import EngineFacts, TakeSnapshot
 from engine.loop import Engine
+from engine.overload import MAX_RETRY_S, QueueLimits
 from loadtest.fake_runner import FakeRunner, FakeStep
 from tests.integrity import check_scheduler
 from tests.patience import PATIENCE_S, eventually

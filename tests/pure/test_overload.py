@@ -12,9 +12,9 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
-from engine.core.scheduling.admission import INPUTS_AS_ONE, MAX_RETRY_S, UNKNOWN_S, OverloadControl, QueueLimits
 from engine.core.stats import Stats
 from engine.core.types import Request
+from engine.overload import INPUTS_AS_ONE, MAX_RETRY_S, UNKNOWN_S, OverloadControl, QueueLimits
 from loadtest.simulation.replay import to_request
 from loadtest.simulation.replica import Replica
 from loadtest.simulation.trace import TraceRequest

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from engine.core.config import SchedulerConfig
 from engine.core.queues import POLICIES
-from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
+from engine.overload import QueueLimits
 from engine.recording.recording import Entry, Journal, RecordingScheduler
 from loadtest.errors import LoadtestError
 from loadtest.report import percentile
