@@ -125,7 +125,7 @@ def test_a_failure_in_between_leaves_no_half_counted_line(monkeypatch: pytest.Mo
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_counts, "_to_device", fail)
+        patch.setattr(token_counts, "to_device", fail)
         with pytest.raises(torch.OutOfMemoryError):
             check(owner, [sequence], last_ids)
     check(owner, [sequence], last_ids)

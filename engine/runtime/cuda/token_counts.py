@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.core.rows import SequenceSlice
 from engine.runtime.cuda.sampling import IN_PROMPT, Penalties
+from engine.runtime.transfer import to_device
 
 _ENTRIES = 256  # a program's
 _DRAWN = -1  # in place of a token: the last one drawn for the slot
@@ -47,7 +48,7 @@ class TokenCounts:
             params = piece.params
             slots[row] = piece.slot
             amounts[:, row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        columns = _to_device(np.vstack((slots, amounts.view(np.int32))), self._counts.device)
+        columns = to_device(np.vstack((slots, amounts.view(np.int32))), torch.int32, self._counts.device)
         return Penalties(self._counts, columns[0], *columns[1:].view(torch.float32).unbind(0))
 
     def _count(self, pieces: Sequence[SequenceSlice], last_ids: Tensor) -> None:
@@ -55,7 +56,7 @@ class TokenCounts:
         lines = [self._lines.pop(piece.slot, None) for piece in pieces]  # they count as known again after success
         new = np.hstack([self._missing(piece, line) for piece, line in zip(pieces, lines, strict=True)])
         num = new.shape[1]
-        entries = _to_device(new, self._counts.device)
+        entries = to_device(new, torch.int32, self._counts.device)
         grid = (triton.cdiv(num, _ENTRIES),)
         _count_tokens[grid](self._counts, self._counts.shape[1], entries, num, last_ids, BLOCK=_ENTRIES)
         for piece in pieces:
@@ -76,12 +77,6 @@ class TokenCounts:
         parts.append(np.array([said, [1] * len(said)], np.int32))
         entries = np.hstack(parts)
         return np.vstack((np.full((1, entries.shape[1]), piece.slot, np.int32), entries))
-
-
-def _to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """Copy without waiting: pinned memory is not reused before the stream has passed."""
-    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @triton.jit(do_not_specialize=["num"])
