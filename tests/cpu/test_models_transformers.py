@@ -128,7 +128,7 @@ def test_a_rotation_by_the_longest_batch_mate_is_refused(tmp_path: Path) -> None
 
 
 def test_refuses_attention_that_no_table_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_file, "_OWN_ATTENTION", ())
+    monkeypatch.setattr(config_file, "_OTHER_ATTENTION", {})
     Case("FalconConfig").build().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match="attention of FalconForCausalLM"):
         load(tmp_path, load_format="dummy")

@@ -282,7 +282,6 @@ _SERVED_RECURRENT = {
     "nemotron_h": {"linear_attention", "mamba", "mlp", "moe"}, "lfm2": {"conv"}, "lfm2_moe": {"conv"},
     "lfm3": {"conv"},
 }  # fmt: skip
-_SPARSE = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa")  # layers that choose the tokens they attend to
 # Their code in transformers computes attention itself, so it cannot use a paged pool.
 _OWN_ATTENTION = (
     "big_bird", "biogpt", "bloom", "blt", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj",
@@ -290,6 +289,8 @@ _OWN_ATTENTION = (
 )  # fmt: skip
 # Their attention is not a sum over one paged cache of keys and values a layer, or their layers have parts that Quire lacks.
 _OTHER_ATTENTION = {
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), "attends to tokens that an index chooses"),
+    **dict.fromkeys(_OWN_ATTENTION, "has attention that transformers cannot exchange"),
     "diffllama": "takes the difference of two attentions a layer",
     "doge": "adds a bias of its own to attention",
     "gemma4_assistant": "drafts from the states of another model",
@@ -349,14 +350,6 @@ def _why(values: Mapping[str, Any]) -> str | None:
         return (
             f"{kind!r} has layers of type {', '.join(sorted(layers)):.200}, which Quire cannot serve; serve a model whose "
             "layers are all full or sliding attention, such as Qwen3"
-        )
-    if kind in _SPARSE:
-        return (
-            f"{kind!r} attends to tokens that an index chooses, which Quire cannot; serve DeepSeek V3 or GLM-4.5, say"
-        )
-    if kind in _OWN_ATTENTION:
-        return (
-            f"{kind!r} has attention that transformers cannot exchange; serve a family such as Llama, Qwen3 or Mixtral"
         )
     if kind in _OTHER_ATTENTION:
         return f"{kind!r} {_OTHER_ATTENTION[kind]}, which Quire cannot serve; serve a family such as Llama or Qwen3"
