@@ -147,10 +147,13 @@ EXPORT int32_t quire_low_dtype(const struct linear *up) {
     return up->format == WEIGHT_F32 || pairs_are_wide ? DT_F32 : up->dtype;
 }
 
+/* Room for packed rows, from a line's begin on: what a tile loads lies in as few lines as it can. */
+static void *room_for_rows(const struct gemm_args *a) { return aligned_alloc(64, (quire_rows_bytes(a) + 63) / 64 * 64); }
+
 EXPORT int32_t quire_gemm(const struct gemm_args *a) {
     if (a->m == 0) return QUIRE_OK;
     struct gemm_args own = *a;
-    if (!a->rows && !(own.rows = malloc(quire_rows_bytes(a)))) return QUIRE_NO_MEMORY;
+    if (!a->rows && !(own.rows = room_for_rows(a))) return QUIRE_NO_MEMORY;
     multiply(&own);
     if (!a->rows) free(own.rows);
     return QUIRE_OK;
@@ -171,7 +174,7 @@ static void run_heads(const void *context, int64_t begin, int64_t end) {
         struct gemm_args one = {.w = *w, .m = a->m, .x_stride = a->x_stride, .y_stride = a->y_stride, .y_dtype = w->dtype};
         one.x = (const char *)a->x + (size_t)(head * a->x_step) * size;
         one.y = (char *)a->y + (size_t)(head * a->y_step) * size;
-        one.rows = malloc(quire_rows_bytes(&one));
+        one.rows = room_for_rows(&one);
         if (!one.rows) {
             atomic_store(&job->out_of_memory, 1);
             return;
