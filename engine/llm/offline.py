@@ -92,10 +92,7 @@ class LLM(VectorMethods):
     ) -> None:
         check_sampling_source(generation_config, override_generation_config)
         _check(max_logprobs, tool_call_parser, reasoning_parser)
-        if "" in (tokenizer, chat_template, allowed_local_media_path):
-            raise ConfigError(
-                "tokenizer, chat_template or allowed_local_media_path is ''; give a value, or leave it out."
-            )
+        _check_given(tokenizer, chat_template, allowed_local_media_path)
         source = find_model(model)
         if model is None:
             check_embedded(source.path)
@@ -122,14 +119,9 @@ class LLM(VectorMethods):
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
             )
-            self._pictures: Pictures | None = None
-            if built.facts.takes_images:
-                from engine.llm.pictures import Pictures  # and transformers' part for images
-                from engine.text.images.preprocessor import ImagePreprocessor
-
-                wishes = mm_processor_kwargs, limit_mm_per_prompt, config.mmproj
-                if (preprocessor := ImagePreprocessor.of(Path(config.model), text, *wishes)) is not None:
-                    self._pictures = Pictures(preprocessor, allowed_local_media_path)
+            wishes = mm_processor_kwargs, limit_mm_per_prompt, config.mmproj
+            takes = built.facts.takes_images
+            self._pictures = _pictures(Path(config.model), text, wishes, allowed_local_media_path) if takes else None
             undo.pop_all()
         self._engine, self._tokenizer, self._has_vocabulary = built, text, False  # the engine has none for grammars
         shown = None if self._pictures is None else self._pictures.preprocessor
@@ -388,6 +380,21 @@ class LLM(VectorMethods):
             self._engine.abort(event.request_id, AbortCause.STOP_STRING, event.choice)
         if not job.num_open:
             del started[event.request_id]
+
+
+def _pictures(model: Path, text: TextTokenizer, wishes: tuple[Any, ...], local: str | None) -> Pictures | None:
+    """Return what makes images of a model's prompts, or None for a text model. Raises ConfigError."""
+    from engine.llm.pictures import Pictures  # and transformers' part for images
+    from engine.text.images.preprocessor import ImagePreprocessor
+
+    preprocessor = ImagePreprocessor.of(model, text, *wishes)
+    return None if preprocessor is None else Pictures(preprocessor, local)
+
+
+def _check_given(*paths: str | None) -> None:
+    """Raise ConfigError for an empty path, which would be the current folder."""
+    if "" in paths:
+        raise ConfigError("tokenizer, chat_template or allowed_local_media_path is ''; give a value, or leave it out.")
 
 
 def _check(max_logprobs: int, tool_calls: str, reasoning: str) -> None:

@@ -70,11 +70,12 @@ def with_unknown(data: Any, name: str, *fields: str) -> Any:
     if not isinstance(turns, list):
         return data
     contents = [(f"{name}.{field}", turn.get(field)) for turn in turns if isinstance(turn, dict) for field in fields]
-    return {**data, **{unknown: True for at, content in contents for unknown in _unknown(content, at)}}
+    found = (unknown for at, parts in contents if isinstance(parts, list) for unknown in _unknown(parts, at))
+    return {**data, **dict.fromkeys(found, True)}
 
 
-def _unknown(parts: Any, at: str) -> Iterator[str]:
-    for part in parts if isinstance(parts, list) else ():
+def _unknown(parts: list[Any], at: str) -> Iterator[str]:
+    for part in parts:
         if isinstance(part, dict):
             yield from (
                 f"{at}.{name}" for name, value in part.items() if name not in _PART_FIELDS and value is not None
@@ -260,7 +261,8 @@ class ChatFields(SamplingFields, Conversation):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_thinking(cls, data: Any) -> Any:
+    def _look_at_parts(cls, data: Any) -> Any:
+        data = with_unknown(data, "messages", "content")
         asked = data.get("enable_thinking") if isinstance(data, dict) else None
         if asked is False and data.get("reasoning_effort") is None:
             return {**data, "reasoning_effort": "none"}
