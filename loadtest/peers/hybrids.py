@@ -105,8 +105,15 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         tensors = model_class(model_class.config_class(**config)).state_dict()
     if config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {_stored_name(name): tuple(tensor.shape) for name, tensor in tensors.items()}
     return shapes | (_mtp_shapes(shapes, config) if config.get("mtp_num_hidden_layers") else {})
+
+
+def _stored_name(name: str) -> str:
+    """Return the name in a file: transformers renames the experts of Granite as it loads them."""
+    for part, stored in (("gate_up_proj", "input_linear.weight"), ("down_proj", "output_linear.weight")):
+        name = name.replace(f"block_sparse_moe.experts.{part}", f"block_sparse_moe.{stored}")
+    return name
 
 
 def _mtp_shapes(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
