@@ -39,14 +39,15 @@ class QueueLimits(NamedTuple):
             return f"{num_tokens} prompt tokens wait already (--max-num-queued-tokens {self.max_tokens})"
         return ""
 
-    def count_departures(self, num_ahead: int, num_tokens: int) -> int:
-        """Return how many waiting requests have to start before there is a place."""
+    def count_departures(self, num_ahead: int, num_inputs: int, num_tokens: int) -> int:
+        """Return how many of the `num_inputs` of waiting requests have to start before there is a place."""
         num_departures = 1
         if self.max_requests is not None:
-            num_departures = max(num_departures, num_ahead - self.max_requests + 1)
+            per_request = num_inputs / max(num_ahead, 1)
+            num_departures = max(num_departures, ceil((num_ahead - self.max_requests + 1) * per_request))
         if self.max_tokens is not None:
-            per_request = max(num_tokens / (num_ahead + 1), 1.0)
-            num_departures = max(num_departures, ceil((num_tokens - self.max_tokens) / per_request))
+            per_input = max(num_tokens / (num_inputs + 1), 1.0)
+            num_departures = max(num_departures, ceil((num_tokens - self.max_tokens) / per_input))
         return num_departures
 
 
@@ -93,15 +94,15 @@ class OverloadControl:
         stats = self._stats
         num_running = stats.num_running - stats.num_background_running  # background work yields its slots
         num_waiting = stats.num_waiting + stats.num_preempted + num_unseen
-        num_ahead = num_waiting - max(self._max_num_seqs - num_running, 0)  # when all free slots are taken
+        num_inputs = num_waiting - max(self._max_num_seqs - num_running, 0)  # when all free slots are taken
         num_clients = num_waiting - stats.num_further - num_unseen_further
-        num_ahead = max(min(num_ahead, num_clients), num_ahead // INPUTS_AS_ONE)
+        num_ahead = max(min(num_inputs, num_clients), num_inputs // INPUTS_AS_ONE)
         num_tokens = stats.num_waiting_tokens + num_unseen_tokens
         full = self._limits.find_full(num_ahead, num_tokens, num_new_tokens)
         if not full:
             return
         stats.rejected += 1
-        num_departures = self._limits.count_departures(num_ahead, num_tokens + num_new_tokens)
+        num_departures = self._limits.count_departures(num_ahead, num_inputs, num_tokens + num_new_tokens)
         each_s = stats.answer_s / max(num_running, 1) or UNKNOWN_S
         wait_s = self._retry_times.give(now, num_departures * each_s, each_s)
         raise OverloadedError(f"The queue is full: {full}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)

@@ -114,9 +114,10 @@ class BatchWorker:
                     logger.info("batches go on")
                 reason = ""
             except Exception as error:  # most likely the disk
-                if str(error) != reason:
+                found = str(error) or type(error).__name__
+                if found != reason:
                     logger.exception("batches are stalled; trying again every second")
-                reason = str(error) or type(error).__name__
+                reason = found
             if not self._is_stopping:
                 with suppress(asyncio.TimeoutError):  # not the builtin's before Python 3.11
                     await asyncio.wait_for(self._news.wait(), rest_s)

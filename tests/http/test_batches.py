@@ -327,8 +327,9 @@ def test_a_full_disk_is_told(narrow: Live, monkeypatch: pytest.MonkeyPatch) -> N
     assert not list(narrow.context.batches.folder._files.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError()])
 def test_a_stall_is_logged_once_and_when_it_ends(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: OSError, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("server.batches.worker.RETRY_S", 0.01)
     num_failed, keep = 0, NewFile.keep
@@ -337,7 +338,7 @@ def test_a_stall_is_logged_once_and_when_it_ends(
         nonlocal num_failed
         num_failed += 1
         if num_failed in range(2, 7):  # the first is the input's
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error
         keep(file)
 
     monkeypatch.setattr(NewFile, "keep", fail)

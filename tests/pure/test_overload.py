@@ -173,7 +173,7 @@ def test_a_place_for_many_tokens_takes_more_departures() -> None:
 
 
 def test_a_place_behind_several_takes_as_many_departures() -> None:
-    assert QueueLimits(max_requests=2).count_departures(num_ahead=5, num_tokens=0) == 4
+    assert QueueLimits(max_requests=2).count_departures(num_ahead=5, num_inputs=5, num_tokens=0) == 4
 
 
 def test_further_inputs_count_as_few_requests() -> None:
@@ -183,6 +183,14 @@ def test_further_inputs_count_as_few_requests() -> None:
     door._stats.num_waiting += 1
     with pytest.raises(OverloadedError, match="3 requests wait already"):
         door.check(0.0, 3)
+
+
+def test_a_place_behind_requests_of_many_inputs_takes_departures_of_inputs() -> None:
+    limits = QueueLimits(max_requests=2)
+    assert limits.count_departures(num_ahead=2, num_inputs=100, num_tokens=0) == 50, "one of two requests"
+    door = full(QueueLimits(max_tokens=400), 8.0, num_waiting_tokens=400)
+    door._stats.num_waiting, door._stats.num_further = 40, 39
+    assert told(door, 40) == pytest.approx(4 * 2.0), "40 tokens are those of four inputs"
 
 
 def test_a_wait_is_never_longer_than_clients_obey() -> None:
