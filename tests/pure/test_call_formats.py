@@ -107,6 +107,7 @@ GOOD = [
     ("gemma4", '<|tool_call>call:weather{city:<|"|>Ro<|', [["weather", '{"city": "Ro']]),
     ("gemma4", '<|tool_call>call:weather{city:<|"|>Rome<|"|>,da', [["weather", ROME[:-1]]]),
     ("gemma4", gemma("city:rome,days:2") + "!", [["weather", '{"city": rome,days:2}'], "!"]),  # a fault stays in the arguments
+    ("gemma4", gemma("city:rome").removesuffix("}<tool_call|>") + gemma("", "stop"), [["weather", '{"city": rome'], ["stop", "{}"]]),  # up to the next call
     ("granite", f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}}}, {{"name": "stop", "arguments": {{}}}}]', [CALLED, ["stop", "{}"]]),
     ("granite", f'So. <tool_call> [{{"name": "weather", "arguments": {ROME}}}] Done.', ["So.", CALLED, " Done."]),
     ("granite", f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}', [CALLED]),
@@ -136,6 +137,7 @@ GOOD = [
     ("lfm2", "So. <|tool_call_start|>[weather(city='it\\'s', exact=true, where={\"a\": null})]<|tool_call_end|>",
      ["So.", ["weather", '{"city": "it\'s", "exact": true, "where": {"a": null}}']]),
     ("lfm2", "[weather(city='Rome')]", [CALLED]),
+    ("lfm2", "<|tool_call_start|>[weather(city=rome<|tool_call_start|>[stop()]<|tool_call_end|>", [["weather", '{"city": rome'], ["stop", "{}"]]),
     ("olmo3", "So.\n<function_calls>\nweather(city='Rome')\nstop()\n</function_calls> Done.", ["So.", CALLED, ["stop", "{}"], " Done."]),
     ("olmo3", "<function_calls>weather(city='Rome')</function_calls>", [CALLED]),
 ]  # fmt: skip
