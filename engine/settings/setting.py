@@ -172,7 +172,7 @@ def check_conflicts(config: Any, conflicts: Iterable[Conflict]) -> None:
 
 
 def read_object(flag: str, given: object) -> Mapping[str, Any]:
-    """Return a JSON setting's keys and values, from JSON or what was read from it. Raises ConfigError."""
+    """Return a JSON setting's keys and values, from JSON or what was read from it; paths as texts. Raises ConfigError."""
     try:
         values = json.loads(given) if isinstance(given, str) else given
     except ValueError as error:
@@ -181,7 +181,7 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
         raise ConfigError(f"{flag} has JSON that is nested too deeply.") from None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{flag} is {given!r}; it must be a JSON object.")
-    return values
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 # What passes for each type: a number of NumPy is one, a path is a text, and what can be iterated is a list.

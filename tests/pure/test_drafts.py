@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -270,6 +271,7 @@ def test_what_is_left_out_has_a_default() -> None:
     assert (read.num_speculative_tokens, read.prompt_lookup_min, read.prompt_lookup_max) == (4, 1, 1)
     assert SpeculativeConfig.read({"method": "ngram", "prompt_lookup_min": 6}).prompt_lookup_max == 6
     assert SpeculativeConfig.read({"model": "m"}).method == ""  # its config.json decides
+    assert SpeculativeConfig.read({"model": Path("m")}).model == "m"
 
 
 @pytest.mark.parametrize(

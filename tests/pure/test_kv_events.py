@@ -410,6 +410,7 @@ def test_an_address_in_use_is_refused() -> None:
         ('{"topic":' * 100_000, "has JSON that is nested too deeply."),
         ({"buffer_steps": 1.5}, "buffer_steps is 1.5; it must be a whole number."),
         ({"publisher": "kafka"}, "publisher is 'kafka'; choose one of zmq, null."),
+        ({"endpoint": Path("a")}, "endpoint is 'a'; it must be like tcp://127.0.0.1:5557."),
     ],
 )
 def test_a_wrong_configuration_is_refused(asked: object, sentence: str) -> None:
