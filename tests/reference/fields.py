@@ -32,7 +32,7 @@ The tables list the fields that are *honoured*. The other fields stand below eac
 - a *refused* field gets a 400 that names it, because without it the answer would be silently wrong. A value that asks for what happens anyway
   is accepted.
 
-null means absent. The header `x-quire-ignored-fields` names what was dropped, and a metric counts it: hints, unknown fields, those of items and parts too, honoured fields
+null means absent. The header `x-quire-ignored-fields` names what was dropped, and a metric counts it: hints, unknown fields (of items and parts, too), honoured fields
 that the served model cannot follow (`reasoning_effort` and `thinking` of a model that does not reason, `priority` under another policy),
 and tools of a type that a provider would run (`tools.web_search`) beside tools of the client. `--strict-fields` refuses all of these.
 """
