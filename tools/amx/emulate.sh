@@ -100,7 +100,7 @@ END
     grep -q 'pytest: 0' "$WORK/serial"
 }
 
-[ -x "$BOCHS/bochs" ] || (build_emulator)
+[ -f "$BOCHS/bochs" ] || (build_emulator)
 [ -e "$WORK/disk" ] || make_disk
 make_cd "$@"
 emulate
