@@ -30,6 +30,8 @@ _MANY = 1 << 24  # random numbers; a larger tensor repeats them
 
 def prepare(config: Mapping[str, Any], source: Path, folder: Path, files: Sequence[str], llama_cpp: Path) -> None:
     """Write the named files of a model that are missing; `source` is the embedded GGUF file."""
+    if others := [file for file in files if file != "hf" and not file.endswith(".gguf")]:
+        raise LoadtestError(f"{folder.name} is written as hf and GGUF, not as {others[0]}.")
     metadata = fitted(read_header(source).metadata, config["vocab_size"])
     metadata = _as_gemmas(metadata) if config["model_type"] == "gemma4_text" else metadata
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,8 @@ def _convert(folder: Path, path: Path, kind: str, llama_cpp: Path) -> None:
         command: list[str | Path] = [sys.executable, convert, folder / "hf", "--outtype", "bf16", "--outfile", path]
     else:
         command = [quantise, folder / "bf16.gguf", path, kind]
-    subprocess.run(command, check=True)  # noqa: S603
+    if status := subprocess.run(command, check=False).returncode:  # noqa: S603 - llama.cpp's own
+        raise LoadtestError(f"{command[0]} ended with status {status}; its output says why.")
 
 
 def write_checkpoint(config: Mapping[str, Any], folder: Path, make: Callable[..., NDArray[Any]] | None = None) -> None:

@@ -178,6 +178,8 @@ def test_a_hybrid_is_written_as_it_is_served(name: str, tmp_path: Path) -> None:
     assert len(answer.outputs[0].token_ids) == 2
     with pytest.raises(LoadtestError, match="name a server in a checkout"):
         prepare_hybrid(config, Path(find_model(None).path), tmp_path, ["q4_k_m.gguf"], tmp_path)
+    with pytest.raises(LoadtestError, match="as hf and GGUF, not as w8a8"):
+        prepare_hybrid(config, Path(find_model(None).path), tmp_path, ["hf", "w8a8"], tmp_path)
 
 
 def test_the_embedded_model_has_its_shape() -> None:
