@@ -324,9 +324,9 @@ class FakeRunner:
             return self._choose(history, seed)
         position = piece.start + piece.num_tokens
         banned: frozenset[int] = frozenset()
-        if position - piece.num_prompt < piece.params.min_tokens:
+        if position - piece.num_prompt < piece.sampling.min_tokens:
             banned = piece.params.eos_token_ids | piece.params.stop_token_ids
-        token = mix(seed if piece.params.temperature > 0 else 0, position, *history) % self.vocab_size
+        token = mix(seed if piece.sampling.temperature > 0 else 0, position, *history) % self.vocab_size
         while token in banned:
             token = (token + 1) % self.vocab_size
         return token

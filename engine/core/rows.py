@@ -11,7 +11,7 @@ from collections import abc
 from typing import NamedTuple
 
 from engine.core.step import KnownId, Sample, StepPlan, StepResult
-from engine.core.types import Pooling, SamplingParams
+from engine.core.types import Params, Pooling, PoolingParams, SamplingParams
 
 
 class SequenceSlice(NamedTuple):
@@ -23,7 +23,7 @@ class SequenceSlice(NamedTuple):
     slot: int
     seq_id: int
     num_prompt: int
-    params: SamplingParams
+    params: Params
     tokens: list[int]
     samples: tuple[Sample, ...]
     start: int
@@ -37,9 +37,14 @@ class SequenceSlice(NamedTuple):
         return self._replace(start=start, num_tokens=num_tokens)
 
     @property
+    def sampling(self) -> SamplingParams:
+        """Return the parameters of a slice that is drawn from."""
+        return self.params  # type: ignore[return-value] # what is pooled has no samples
+
+    @property
     def pooled_positions(self) -> range:
         """Return the positions within the slice whose hidden states are wanted."""
-        if self.params.pooling is None:
+        if not isinstance(self.params, PoolingParams):
             return range(0)
         if self.params.pooling is Pooling.MEAN:
             return range(self.num_tokens)
@@ -48,7 +53,7 @@ class SequenceSlice(NamedTuple):
         return range(self.num_tokens - (self.start + self.num_tokens == self.num_prompt), self.num_tokens)
 
 
-_Row = tuple[int, int, int, SamplingParams, list[int]]  # the first fields of a slice
+_Row = tuple[int, int, int, Params, list[int]]  # the first fields of a slice
 
 
 class Rows:
@@ -56,7 +61,7 @@ class Rows:
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}  # by slot
-        self._decodes: dict[int, tuple[int, int, int, SamplingParams, list[int], tuple[Sample, ...]]] = {}
+        self._decodes: dict[int, tuple[int, int, int, Params, list[int], tuple[Sample, ...]]] = {}
 
     def begin(self, plan: StepPlan) -> None:
         """Begin the plan's rows."""

@@ -27,7 +27,7 @@ from typing import Protocol
 from engine.core.page_table import SequenceKV
 from engine.core.stats import SequenceView
 from engine.core.step import POOLED_UNIT, RowStart, Sample
-from engine.core.types import Pooling, PromptInfo, Request, SamplingParams, TokenLogprob
+from engine.core.types import Params, Pooling, PoolingParams, PromptInfo, Request, TokenLogprob
 
 
 class Status(Enum):
@@ -122,7 +122,7 @@ class Sequence:
     first_names: list[bytes]  # that its chain begins with; see prefix_cache.py
     account: Account
     request_id: str = field(init=False)
-    params: SamplingParams = field(init=False)
+    params: Params = field(init=False)
     is_background: bool = field(init=False)
     status: Status = Status.WAITING
     # Places in the queues: among those that wait, by policy and arrival, and among those that run.
@@ -234,7 +234,8 @@ class Sequence:
     @property
     def needs_every_position(self) -> bool:
         """Return whether cached K/V cannot stand in for any part of the prompt."""
-        return self.wants_prompt_logprobs or self.params.pooling in (Pooling.MEAN, Pooling.CLS)
+        pooled = isinstance(self.params, PoolingParams) and self.params.pooling is not Pooling.LAST
+        return self.wants_prompt_logprobs or pooled
 
     def pool(self, states: abc.Sequence[int]) -> None:
         """Add a step's hidden states to the sum."""
@@ -242,7 +243,8 @@ class Sequence:
 
     def prompt_info(self) -> PromptInfo:
         """Return what the first event of this choice says about the prompt."""
-        wanted, pooling = self.params.prompt_logprobs is not None, self.params.pooling
+        wanted, params = self.params.prompt_logprobs is not None, self.params
+        pooling = params.pooling if isinstance(params, PoolingParams) else None
         unit = POOLED_UNIT / (self.num_prompt if pooling is Pooling.MEAN else 1)
         history = self.history
         return PromptInfo(

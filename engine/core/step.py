@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from engine.core.spans import Span
 from engine.core.stats import FailureCause
-from engine.core.types import Adapter, GrammarKey, SamplingParams, TokenLogprob
+from engine.core.types import Adapter, GrammarKey, Params, TokenLogprob
 
 POOLED_UNIT = 2.0**-24  # as fine as float32 is for numbers near 1, about which normed hidden states are
 
@@ -37,7 +37,7 @@ class RowStart(NamedTuple):
     slot: int
     seq_id: int  # unique for the engine's life: tells a runner when a slot has changed hands
     num_prompt: int
-    params: SamplingParams
+    params: Params
     seed: int  # of its decodes
     ids: tuple[int, ...]  # all that are known
     tables: tuple[tuple[int, ...], ...]  # by group of layers, blocks in order; below 0 where a window has passed
@@ -195,7 +195,7 @@ class StepResult:
     logprobs: by index into token_ids, for samples whose params ask for them.
     prompt_logprobs: by slice index; entry i is the log probability of the token at position start + i + 1, given all
         before it, for as many of the slice's positions as have a next *prompt* token.
-    pooled: by slice index: the sum of final hidden states that `pooling` wants of the slice, in units of POOLED_UNIT.
+    pooled: by slice index: the sum of final hidden states that a PoolingParams wants of the slice, in units of POOLED_UNIT.
         Whole numbers add up to the same whatever chunks a prompt was computed in.
     errors: by slice index: that sequence alone has failed and its sampled ids are void.
     ended: indices into token_ids: with this token the sequence's grammar is complete.

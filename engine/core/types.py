@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from engine.core.errors import ErrorValue
 from engine.core.spans import Span
@@ -159,7 +159,6 @@ class SamplingParams:
     grammar: GrammarKey | None = None
     adapter: Adapter | None = None
     beam: BeamParams | None = None
-    pooling: Pooling | None = None  # the prompt becomes a vector, and nothing is generated
 
     @property
     def rules_out_tokens(self) -> bool:
@@ -184,14 +183,36 @@ class SamplingParams:
     @property
     def draws_plainly(self) -> bool:
         """Return whether all draws need only logits, temperature, filters and noise, and nothing but the draws is wanted."""
-        wanted = (self.logprobs, self.prompt_logprobs, self.beam, self.pooling)
-        asks_more = any(each is not None for each in wanted)
+        asks_more = self.logprobs is not None or self.prompt_logprobs is not None or self.beam is not None
         return not (asks_more or self.min_tokens or self.adapter or self.reads_text or self.edits_tokens)
 
     @property
     def num_sequences(self) -> int:
         """Return how many sequences run concurrently."""
         return self.n if self.beam is None else self.beam.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How a prompt becomes a vector. Nothing is generated: what a plan asks of any request is constant."""
+
+    pooling: Pooling
+    adapter: Adapter | None = None
+    max_tokens: ClassVar[int] = 0
+    n: ClassVar[int] = 1
+    num_sequences: ClassVar[int] = 1
+    seed: ClassVar[int] = 0
+    logprobs: ClassVar[int | None] = None
+    prompt_logprobs: ClassVar[int | None] = None
+    grammar: ClassVar[GrammarKey | None] = None
+    beam: ClassVar[BeamParams | None] = None
+    rules_out_tokens: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = False
+    eos_token_ids: ClassVar[frozenset[int]] = frozenset()
+    stop_token_ids: ClassVar[frozenset[int]] = frozenset()
+
+
+Params = SamplingParams | PoolingParams  # of a request: it generates, or becomes a vector
 
 
 class Pin(NamedTuple):
@@ -207,7 +228,7 @@ class Request:
 
     request_id: str
     prompt: tuple[int, ...]
-    params: SamplingParams
+    params: Params
     arrival_s: float
     priority: int = 0  # lower is served first, as in vLLM
     cache_salt: str = ""  # requests with different salts never share cached blocks
@@ -248,7 +269,7 @@ class PromptInfo(NamedTuple):
     num_host_tokens: int = 0  # of the cached ones, those that came from host memory ...
     num_disk_tokens: int = 0  # ... and from a store behind it
     num_pinned_tokens: int = 0  # of the prompt's first tokens, those that are retained for this request
-    pooled: tuple[float, ...] | None = None  # the vector that was asked for, of the model's own length
+    pooled: tuple[float, ...] | None = None  # the vector that PoolingParams ask for, of the model's own length
     num_matched_tokens: int = (
         0  # whose K/V was found; more than the cached ones if no state or window was left to resume
     )

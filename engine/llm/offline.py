@@ -24,8 +24,7 @@ from typing_extensions import Self
 
 from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError, read_each
 from engine.core.scheduling.admission import check_request
-from engine.core.types import AbortCause, Adapter, GrammarKey, Request, StepEvents, TokenEvent
-from engine.core.types import SamplingParams as EngineParams
+from engine.core.types import AbortCause, Adapter, GrammarKey, Params, Request, StepEvents, TokenEvent
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.images import most_images
 from engine.llm.arguments import adapters_of, check_choice, check_kind, engine_config, for_each, typed
@@ -311,7 +310,7 @@ class LLM(VectorMethods):
         self,
         read: ReadPrompt,
         ids: Sequence[int],
-        params: EngineParams,
+        params: Params,
         rules: TextRules,
         body: QueueFields,
         turn_end: int = 0,

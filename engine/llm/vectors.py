@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import Adapter, Pooling
-from engine.core.types import SamplingParams as EngineParams
+from engine.core.types import Adapter, Params, Pooling, PoolingParams
 from engine.llm.arguments import check_choice, typed
 from engine.llm.job import (
     ClassificationOutput,
@@ -54,9 +53,7 @@ class VectorMethods(ABC):
         """Return a prompt and its tokens."""
 
     @abstractmethod
-    def _job(
-        self, read: ReadPrompt, ids: Sequence[int], params: EngineParams, rules: TextRules, body: QueueFields
-    ) -> Job:
+    def _job(self, read: ReadPrompt, ids: Sequence[int], params: Params, rules: TextRules, body: QueueFields) -> Job:
         """Return the job of a prompt."""
 
     @typed(InvalidRequestError)
@@ -185,12 +182,11 @@ class VectorMethods(ABC):
             for parts, score in zip(plan.parts, scores, strict=True)
         ]
 
-    def _pooled(self, pooling: str, lora: str | None) -> EngineParams:
+    def _pooled(self, pooling: str, lora: str | None) -> PoolingParams:
         check_choice("pooling", pooling, [each.value for each in Pooling], ("auto",))
-        kind = VectorReader(self._limits).pooling(pooling)
-        return EngineParams(max_tokens=0, pooling=kind, adapter=self._adapter(lora))
+        return PoolingParams(pooling=VectorReader(self._limits).pooling(pooling), adapter=self._adapter(lora))
 
-    def _reading(self, prompt: Prompt, params: EngineParams, truncation: Truncation = _WHOLE, before: str = "") -> Job:
+    def _reading(self, prompt: Prompt, params: Params, truncation: Truncation = _WHOLE, before: str = "") -> Job:
         """Return the job of a prompt that is only read. Raises ClientError."""
         read = read_prompt(prompt)
         if read.images:

@@ -35,7 +35,7 @@ from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.core.step import StepPlan, StepResult
-from engine.core.types import AbortCause, Request, SamplingParams, StepEvents, TokenEvent
+from engine.core.types import AbortCause, PoolingParams, Request, SamplingParams, StepEvents, TokenEvent
 from engine.system.version import VERSION
 
 log = logging.getLogger("quire.engine")
@@ -136,13 +136,13 @@ class Journal:
             "spans": [
                 [span.start, span.length, self._number("span", span.digest), span.is_atomic] for span in request.spans
             ],
-            "pooling": None if params.pooling is None else params.pooling.value,
+            "pooling": params.pooling.value if isinstance(params, PoolingParams) else None,
         }
         if params.beam is not None:
             early = params.beam.early_stopping.value
             line |= {"beam": [params.beam.width, params.beam.length_penalty, early], "logprobs": params.logprobs}
         kept = changed_fields(request, REQUEST_FIELDS)
-        if params.pooling is None:
+        if isinstance(params, SamplingParams):
             kept |= changed_fields(params, PARAM_FIELDS)
         return _without_empty(line) | kept
 

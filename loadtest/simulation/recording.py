@@ -24,8 +24,10 @@ from engine.core.types import (
     Adapter,
     BeamParams,
     EarlyStopping,
+    Params,
     Pin,
     Pooling,
+    PoolingParams,
     Request,
     SamplingParams,
     TokenEvent,
@@ -134,8 +136,8 @@ class Replayer:
             width, penalty, early = line["beam"]
             beam = BeamParams(width=width, length_penalty=penalty, early_stopping=EarlyStopping(early))
         adapter = _adapter(str(line["adapter"])) if "adapter" in line else None
-        params = (
-            SamplingParams(max_tokens=0, pooling=Pooling(line["pooling"]), adapter=adapter)
+        params: Params = (
+            PoolingParams(pooling=Pooling(line["pooling"]), adapter=adapter)
             if "pooling" in line
             else SamplingParams(
                 eos_token_ids=frozenset(line.get("eos", ())),

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.core.errors import QuireError
 from engine.core.scheduling.admission import check_request
-from engine.core.types import Adapter, Pin, Request, SamplingParams, TokenEvent
+from engine.core.types import Adapter, Params, Pin, Request, SamplingParams, TokenEvent
 from engine.text.chat.choice import TextRules
 from engine.text.requests.chat_preprocessor import PreparedChat
 from engine.text.tokenizer import TextTokenizer
@@ -73,7 +73,7 @@ class Responder:
         body: EngineBody,
         adapter: Adapter | None,
         prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
+        params: Sequence[Params],
     ) -> list[Request]:
         """Return one engine request a prompt."""
         answer_id = uuid.uuid4().hex
@@ -239,6 +239,7 @@ class Responder:
             message = "A prompt that is computed for another daemon is not streamed; leave stream out."
             raise ApiError(400, "invalid_value", message, "stream")
         params = requests[0].params
+        assert isinstance(params, SamplingParams), "the body is of one that generates"
         params = replace(params, max_tokens=min(params.max_tokens, 1), min_tokens=0)
         return [replace(requests[0], params=params)]
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, read_each
-from engine.core.types import Adapter, PromptInfo, SamplingParams
+from engine.core.types import Adapter, PoolingParams, PromptInfo
 from engine.core.types import Request as EngineRequest
 from engine.text.chat.choice import TextRules
 from engine.text.fields.body import Integer, Refused
@@ -294,5 +294,5 @@ async def read_inputs(
 
     num_chars = sum(len(one) for one in inputs if isinstance(one, str))
     prompts = await aside(lambda: read_each(read, inputs), num_chars)
-    params = SamplingParams(max_tokens=0, pooling=reader.pooling(config.pooling))
+    params = PoolingParams(pooling=reader.pooling(config.pooling))
     return responder.requests(body, adapter, prompts, [params] * len(prompts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from engine.core.types import PromptInfo, SamplingParams
+from engine.core.types import Params, PromptInfo
 from engine.text.chat.history import ChatTurn, Fork, RecentPrompt
 
 
@@ -41,7 +41,7 @@ class PrefixEnd(NamedTuple):
     fork: Fork | None  # of the earlier prompt that the cause is about
 
 
-def prefix_end(turn: ChatTurn, info: PromptInfo, params: SamplingParams) -> PrefixEnd:
+def prefix_end(turn: ChatTurn, info: PromptInfo, params: Params) -> PrefixEnd:
     """Return where the reused prefix of a turn's prompt ends, and why."""
     (own, other), cached, size = turn.forks, info.num_cached_tokens, turn.history.prompts.block_size
     reusable = 0 if own is None else own.num_reusable

@@ -25,7 +25,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from engine.core.errors import ShuttingDownError
-from engine.core.types import FinishReason, Request
+from engine.core.types import FinishReason, Request, SamplingParams
 from engine.system.version import VERSION
 from server.protocol.errors import to_api_error
 from server.telemetry.events import ChoiceTimes, Event, HttpAnswered, RequestEnded, RequestRecord
@@ -235,7 +235,7 @@ def _asked(record: RequestRecord, model: str) -> Attributes:
         "quire.request.id": record.request_id,
         "quire.tenant": None if record.account is None else record.account.tenant.name,
     }
-    if params.max_tokens:  # else nothing is generated
+    if isinstance(params, SamplingParams) and params.max_tokens:  # else nothing is generated
         attributes |= {
             "gen_ai.request.stream": record.stream,
             "gen_ai.request.max_tokens": params.max_tokens,

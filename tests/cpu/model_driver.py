@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Name, StepPlan
-from engine.core.types import Adapter, GrammarKey, Request, SamplingParams, TokenEvent
+from engine.core.types import Adapter, GrammarKey, PoolingParams, Request, SamplingParams, TokenEvent
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.model_step import ModelStep
 from engine.runtime.execution.runner import ModelRunner
@@ -100,7 +100,7 @@ NAMED = Named()
 
 def request(request_id: str, prompt: Sequence[int], **sampling: object) -> Request:
     if "pooling" in sampling:
-        pooled = SamplingParams(max_tokens=0, pooling=sampling["pooling"])  # type: ignore[arg-type]
+        pooled = PoolingParams(pooling=sampling["pooling"])  # type: ignore[arg-type]
         return Request(request_id=request_id, prompt=tuple(prompt), params=pooled, arrival_s=0.0)
     sampling = NAMED.names(sampling)
     params = SamplingParams(**({"max_tokens": 12, "temperature": 0.0} | sampling))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from engine.core.errors import ConfigError, HeadlessModelError, InvalidRequestEr
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
 from engine.core.step import PendingStep, StepPlan, StepResult
-from engine.core.types import Pooling, Request, SamplingParams
+from engine.core.types import Pooling, PoolingParams, Request
 from engine.files.hf_config import HFConfig
 from engine.runtime.models.encoder_families import read_encoder
 from engine.runtime.native.decoder import NativeDecoder
@@ -225,8 +225,7 @@ def test_a_pass_pauses_within_operations_and_is_the_same(name: str, tmp_path: Pa
     def launch() -> PendingStep:
         scheduler = Scheduler(engine.config)
         for index, ids in enumerate(PROMPTS):
-            params = SamplingParams(max_tokens=0, pooling=Pooling.MEAN)
-            spans = (Span(0, len(ids), b"", is_atomic=True),)
+            params, spans = PoolingParams(pooling=Pooling.MEAN), (Span(0, len(ids), b"", is_atomic=True),)
             request = Request(
                 request_id=str(index), prompt=tuple(ids.tolist()), params=params, arrival_s=0.0, spans=spans
             )
@@ -272,7 +271,7 @@ def test_short_texts_pass_beside_a_long_one_that_has_paused(
     *shorts, long = sorted(PROMPTS, key=len)
 
     def add(ids: Tensor, name: str) -> None:
-        params, spans = SamplingParams(max_tokens=0, pooling=Pooling.MEAN), (Span(0, len(ids), b"", is_atomic=True),)
+        params, spans = PoolingParams(pooling=Pooling.MEAN), (Span(0, len(ids), b"", is_atomic=True),)
         scheduler.add(Request(request_id=name, prompt=tuple(ids.tolist()), params=params, arrival_s=0.0, spans=spans))
 
     def finish(plan: StepPlan, step: PendingStep) -> Any:

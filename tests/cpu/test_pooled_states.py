@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.types import FinishReason, Pooling
+from engine.core.types import FinishReason, Pooling, PoolingParams
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
@@ -54,7 +54,7 @@ def vectors(
     for each in asked:
         end = served.events[each.request_id, 0][-1]
         assert end.finish_reason is FinishReason.LENGTH
-        if each.params.pooling is not None:
+        if isinstance(each.params, PoolingParams):
             assert end.prompt is not None
             assert end.prompt.pooled is not None
             found[each.request_id] = end.prompt.pooled

@@ -15,7 +15,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import EngineDeadError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan, StepResult
-from engine.core.types import AbortCause, FinishReason, Pooling, Request, SamplingParams
+from engine.core.types import AbortCause, FinishReason, Pooling, PoolingParams, Request
 from engine.handle import EngineFacts
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner, FakeStep
@@ -210,12 +210,7 @@ def test_a_step_that_pauses_goes_on_between_the_steps_of_others_and_ends_if_noth
 
     def submit(name: str) -> None:
         engine.submit(
-            Request(
-                request_id=name,
-                prompt=(1, 2, 3),
-                params=SamplingParams(max_tokens=0, pooling=Pooling.MEAN),
-                arrival_s=0.0,
-            )
+            Request(request_id=name, prompt=(1, 2, 3), params=PoolingParams(pooling=Pooling.MEAN), arrival_s=0.0)
         )
 
     runner.num_left = 3
@@ -252,7 +247,7 @@ def test_short_texts_pass_a_long_one_that_has_paused_and_then_it_goes_on_for_as_
     engine._deliver = listener = Listener()
 
     def submit(name: str, num_tokens: int) -> None:
-        params = SamplingParams(max_tokens=0, pooling=Pooling.MEAN)
+        params = PoolingParams(pooling=Pooling.MEAN)
         engine.submit(Request(request_id=name, prompt=(1,) * num_tokens, params=params, arrival_s=0.0))
 
     def turn() -> set[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.stats import PreemptionKind
 from engine.core.step import POOLED_UNIT
-from engine.core.types import AbortCause, FinishReason, Pooling, Request, SamplingParams
+from engine.core.types import AbortCause, FinishReason, Pooling, PoolingParams, Request
 from loadtest.fake_runner import hidden_state
 from tests.integrity import check_scheduler
 from tests.pure.driver import Driver, config, request
@@ -18,13 +18,13 @@ KINDS = (Pooling.LAST, Pooling.MEAN)
 
 
 def embedding(name: str, prompt: tuple[int, ...], pooling: Pooling, **changes: object) -> Request:
-    return replace(request(name, prompt, **changes), params=SamplingParams(max_tokens=0, pooling=pooling))
+    return replace(request(name, prompt, **changes), params=PoolingParams(pooling=pooling))
 
 
 def expected(asked: Request) -> list[float]:
     """The vector, from the states themselves."""
     states = [hidden_state(asked.prompt[: end + 1]) for end in range(len(asked.prompt))]
-    assert asked.params.pooling is not None
+    assert isinstance(asked.params, PoolingParams)
     if asked.params.pooling is Pooling.LAST:
         return [value * POOLED_UNIT for value in states[-1]]
     return [sum(column) * POOLED_UNIT / len(states) for column in zip(*states, strict=True)]

@@ -190,6 +190,7 @@ class BeamGroup:
     def __init__(self, first: Sequence) -> None:
         self.members = [first]
         self.headroom = 0
+        assert isinstance(first.request.params, SamplingParams), "nothing else is searched"
         self._params = first.request.params
         first.params, first.beam_group = row_params(self._params), self
         self._begin()

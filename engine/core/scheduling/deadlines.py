@@ -16,6 +16,7 @@ from engine.core.errors import DeadlineError
 from engine.core.kv.manager import KVCacheManager
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import Target
+from engine.core.types import SamplingParams
 
 
 class Deadlines:
@@ -61,8 +62,9 @@ class Deadlines:
         """Return the seconds it takes alone: its prompt, then at least min_tokens."""
         if not self._times.is_known:
             return 0.0
-        costs = self._times.costs
-        num_decodes = -(-max(seq.request.params.min_tokens - 1, 0) // self._tokens_a_step)
+        costs, params = self._times.costs, seq.request.params
+        least = params.min_tokens if isinstance(params, SamplingParams) else 0
+        num_decodes = -(-max(least - 1, 0) // self._tokens_a_step)
         num_known = len(seq.tokens) - num_cached
         num_chunks = -(-num_known // self._max_step_tokens)
         prompt_s = num_chunks * (costs.fixed_s + costs.chunked_s) + self._times.chunk_s(num_cached, num_known)

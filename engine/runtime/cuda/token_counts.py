@@ -45,7 +45,7 @@ class TokenCounts:
         slots = np.full(num_rows, -1, np.int32)
         amounts = np.zeros((3, num_rows), np.float32)
         for row, piece in rows:
-            params = piece.params
+            params = piece.sampling
             slots[row] = piece.slot
             amounts[:, row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         columns = to_device(np.vstack((slots, amounts.view(np.int32))), torch.int32, self._counts.device)

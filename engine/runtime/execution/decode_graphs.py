@@ -212,7 +212,7 @@ class DecodeInputs:
 
 def _row(piece: SequenceSlice) -> tuple[float, ...]:
     """Return the numbers of a slice that are not of its tables."""
-    tokens, position, params = piece.tokens, piece.start, piece.params
+    tokens, position, params = piece.tokens, piece.start, piece.sampling
     return (
         piece.slot,
         tokens[position] if position < len(tokens) else -1,

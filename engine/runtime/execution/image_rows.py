@@ -24,9 +24,8 @@ from engine.runtime.execution.pieces import Pieces
 from engine.runtime.native.decoder import Vectors
 from engine.runtime.transfer import to_device
 
-Embed = Callable[
-    [Image], Tensor | None
-]  # an image to its vectors [1 + D, V, hidden] on the device, if it can be computed
+# An image to its vectors [1 + D, V, hidden] on the device; None if it cannot be computed.
+Embed = Callable[[Image], Tensor | None]
 
 
 class _Row(NamedTuple):

@@ -14,6 +14,7 @@ from itertools import compress, count
 from engine.core.config import SchedulerConfig
 from engine.core.rows import Rows
 from engine.core.step import Fault, PendingStep, RowStart, StepPlan, StepResult
+from engine.core.types import SamplingParams
 from engine.runtime.models.causal_lm import CausalLM, Described
 from engine.runtime.native.library import DRAW, Draw, Library, ScaledLogits, StepArgs, StepGroup, native
 from engine.runtime.native.parts import PagedLayer, PagedState, PagedStep
@@ -81,7 +82,7 @@ class PlainSteps:
         """Take in rows that begin."""
         for row in rows:
             slot, params = row.slot, row.params
-            if not params.draws_plainly or row.spans:
+            if not isinstance(params, SamplingParams) or not params.draws_plainly or row.spans:
                 self._others.add(slot)
                 continue
             self._others.discard(slot)

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
 from engine.core.step import Pairs
+from engine.core.types import PoolingParams
 from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import StepStates
 from engine.runtime.parallel.group import SINGLE, Group
@@ -249,7 +250,7 @@ class BatchBuilder(PacketBuffers):
                 for first, piece in zip(starts, slices, strict=False)
                 if piece.prompt_logprobs >= 0
             ],
-            keeps_all=any(piece.prompt_logprobs >= 0 or piece.params.pooling for piece in slices),
+            keeps_all=any(piece.prompt_logprobs >= 0 or isinstance(piece.params, PoolingParams) for piece in slices),
             query_lens=query_lens,
             contexts=contexts,
         )

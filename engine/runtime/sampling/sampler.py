@@ -213,7 +213,7 @@ class Sampler:
         """Return how many of a slice's drafts its grammar accepts; all without one."""
         if piece.params.grammar is None:
             return len(drafts)
-        constraints, grammar = self._constraints or Constraints(), self._grammar(piece.params)
+        constraints, grammar = self._constraints or Constraints(), self._grammar(piece.sampling)
         self._constraints = constraints
         return constraints.count_allowed(Constrained(0, 0, piece.samples[0].slot, piece, grammar), drafts)
 
@@ -296,7 +296,7 @@ def wishes(slices: Iterable[SequenceSlice]) -> list[Wish]:
 def _rows(slices: Iterable[SequenceSlice]) -> list[_Row]:
     pairs = [(piece, sample) for piece in _one_by_one(slices) for sample in piece.samples]
     return [
-        _Row(place, place, piece, sample, piece.params, piece.start + piece.num_tokens)
+        _Row(place, place, piece, sample, piece.sampling, piece.start + piece.num_tokens)
         for place, (piece, sample) in enumerate(pairs)
     ]
 
@@ -310,7 +310,7 @@ def is_plain(piece: SequenceSlice) -> bool:
 
 def _is_edited(piece: SequenceSlice) -> bool:
     """Return whether logits of single tokens may change before the draw."""
-    return piece.params.edits_tokens or piece.params.is_penalized or bool(_too_early(piece))
+    return piece.sampling.edits_tokens or piece.sampling.is_penalized or bool(_too_early(piece))
 
 
 def _constrained(row: _Row, grammar: Grammar) -> Constrained:
@@ -338,7 +338,7 @@ def _bans(rows: Iterable[_Row], vocab_size: int) -> Iterator[_Ban]:
 def _bad_endings(row: int, piece: SequenceSlice) -> Iterator[_Ban]:
     """Yield the bans of a slice whose answer may end with the start of a bad word."""
     position = piece.start + piece.num_tokens
-    for word in piece.params.bad_words:
+    for word in piece.sampling.bad_words:
         begin, num_before = position - len(word) + 1, len(word) - 1
         if begin < piece.num_prompt:
             continue  # the prompt is not part of the answer
@@ -357,7 +357,7 @@ def _too_early(piece: SequenceSlice) -> frozenset[int]:
 
 
 def _is_too_short(piece: SequenceSlice) -> bool:
-    return piece.start + piece.num_tokens - piece.num_prompt < piece.params.min_tokens
+    return piece.start + piece.num_tokens - piece.num_prompt < piece.sampling.min_tokens
 
 
 def _one_by_one(slices: Iterable[SequenceSlice]) -> Iterator[SequenceSlice]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, read_each
-from engine.core.types import Pooling, PromptInfo, SamplingParams, TokenLogprob
+from engine.core.types import Params, Pooling, PoolingParams, PromptInfo, SamplingParams, TokenLogprob
 from engine.text.chat.limits import ModelLimits
 from engine.text.prompt_results import activated, unit_vector
 from engine.text.requests.vector_reader import Truncation, VectorReader
@@ -45,7 +45,7 @@ class Scoring(NamedTuple):
     """Which prompts to read, and how scores are made of them."""
 
     prompts: Sequence[Sequence[int]]
-    params: SamplingParams
+    params: Params
     shape: Callable[[int, PromptInfo], Any]  # what to keep of a prompt
     parts: Sequence[tuple[int, ...]]  # the prompts of each score
     score: Callable[..., float] = float  # of what was kept of them
@@ -88,7 +88,7 @@ def plan_scores(
         parts = [*zip(texts.of_each(range(len(texts.firsts))), range(len(texts.firsts), len(prompts)), strict=True)]
         return Scoring(
             prompts,
-            SamplingParams(max_tokens=0, pooling=pooling),
+            PoolingParams(pooling=pooling),
             lambda _, info: unit_vector(info.pooled or ()),
             parts,
             cosine,
@@ -100,7 +100,7 @@ def plan_scores(
     activation = reader.settings.pair_activation if use_activation else ""
     return Scoring(
         prompts,
-        SamplingParams(max_tokens=0, pooling=pooling),
+        PoolingParams(pooling=pooling),
         lambda _, info: activated(info.pooled or (0.0,), activation)[0],
         [*zip(range(num))],
     )
