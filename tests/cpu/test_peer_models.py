@@ -168,6 +168,7 @@ def test_a_hybrid_is_written_as_it_is_served(name: str, tmp_path: Path) -> None:
         "mamba_n_heads": 6,
         "mamba_d_state": 16,
     }
+    small |= dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB + 256)
     config = HYBRIDS[name]
     layers = {"granitemoehybrid": 6, "gemma4_text": 10}.get(config["model_type"], 4)
     sizes = {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers], "num_kv_shared_layers": 5}
