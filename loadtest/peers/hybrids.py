@@ -26,6 +26,17 @@ from loadtest.peers.models import bfloat16_bits, write_tokenizer
 from loadtest.peers.safetensors_file import Entry, write_safetensors
 
 _MANY = 1 << 24  # random numbers; a larger tensor repeats them
+# transformers reads any tokenizer of some model types by its own rules, which the converter does not know for this one.
+_CONVERT = """
+import runpy, sys
+from pathlib import Path
+from transformers.models.auto import tokenization_auto
+
+tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.clear()
+del sys.argv[0]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def prepare(config: Mapping[str, Any], source: Path, folder: Path, files: Sequence[str], llama_cpp: Path) -> None:
@@ -78,7 +89,8 @@ def _convert(folder: Path, path: Path, kind: str, llama_cpp: Path) -> None:
             f"GGUF files of hybrids are written by {convert} and {quantise}: name a server in a checkout of it."
         )
     if kind == "bf16":
-        command: list[str | Path] = [sys.executable, convert, folder / "hf", "--outtype", "bf16", "--outfile", path]
+        command: list[str | Path] = [sys.executable, "-c", _CONVERT, convert, folder / "hf"]
+        command += ["--outtype", "bf16", "--outfile", path]
     else:
         command = [quantise, folder / "bf16.gguf", path, kind]
     if status := subprocess.run(command, check=False).returncode:  # noqa: S603 - llama.cpp's own
