@@ -3,7 +3,8 @@
 One thread, since the native library has one team of threads: a second caller would compute alone beside it. Turns go by
 measured time: of the engines with work, the next is the one that has used the fewest seconds for its share. One that was
 idle keeps nothing from that time. A step is the shortest turn, so an engine plans its step beside the streams of the others
-(`Beside` in core/budget.py); if it has prompts alone, a step as long as it may be counts as one of theirs, so they alternate.
+(`Beside` in core/budget.py); if it has prompts alone, a step as long as it may be counts as one of theirs, so they alternate. A guard's verdicts are not
+planned beside streams that wait for verdicts.
 
 An engine's error ends that engine. Its end, which may write its cache to disk, runs on another thread.
 """
@@ -37,6 +38,10 @@ class Driven(Protocol):
     @property
     def stream_s(self) -> float:
         """Return the seconds of a step of its streams; 0 while it has none."""
+
+    @property
+    def is_seen(self) -> bool:
+        """Return whether it has any request but those that are held."""
 
     @property
     def target_itl_s(self) -> float | None:
@@ -100,8 +105,9 @@ class Arbiter:
 
     def _share(self, engine: Driven, ready: list[Driven]) -> bool:
         """Give an engine a turn beside others, and count it."""
-        others_s = sum([each.stream_s for each in ready if each is not engine])
-        targets = [each.target_itl_s for each in ready if each.stream_s]
+        streaming = [each for each in ready if each.stream_s and (each.is_seen or engine.is_seen)]
+        others_s = sum([each.stream_s for each in streaming if each is not engine])
+        targets = [each.target_itl_s for each in streaming]
         beside = Beside(others_s, min([target for target in targets if target is not None], default=None))
         weight = others_s / beside.prompts_s(others_s) if others_s and not engine.stream_s else 1.0
         self._used_s, begun_s = max(engine.used_s, self._used_s), self._clock()

@@ -256,6 +256,11 @@ class Engine:
         return self._decode_s if self._scheduler.has_foreground else 0.0
 
     @property
+    def is_seen(self) -> bool:
+        """Return whether there is any request but those that are held."""
+        return self._scheduler.is_seen
+
+    @property
     def target_itl_s(self) -> float | None:
         """Return the gap between two tokens that its streams aim at."""
         return self.config.target_itl_s

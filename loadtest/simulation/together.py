@@ -29,7 +29,7 @@ class _Clock:
 class _Driven:
     """A replica as the arbiter drives it, on the daemon's clock."""
 
-    share, used_s, is_urgent = 1.0, 0.0, True
+    share, used_s, is_urgent, is_seen = 1.0, 0.0, True, True
 
     def __init__(self, replica: Replica, target_itl_s: float | None, clock: _Clock) -> None:
         self.replica, self.target_itl_s, self._clock = replica, target_itl_s, clock

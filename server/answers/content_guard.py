@@ -122,6 +122,7 @@ class Judge:
             cache_salt=like.cache_salt,
             cache_owner=like.cache_owner,
             is_background=like.is_background,
+            is_held=True,
             tenant=like.tenant,
             weight=like.weight,
         )

@@ -130,6 +130,8 @@ class Responder:
         Raises what the tenant's limits or the engine refuse with.
         """
         state: RequestState = http.scope[STATE]
+        if turns is not None and self.guard is not None:
+            requests = [replace(request, is_held=True) for request in requests]
         account, requests = state.account, self.admit(state, requests)
         answer = self.client.submit(requests)
         if account is not None:

@@ -50,11 +50,18 @@ class Turn:
     world: World
 
     def __init__(
-        self, step_s: float, *, streams: bool = True, share: float = 1.0, target_s: float | None = None, first: int = 0
+        self,
+        step_s: float,
+        *,
+        streams: bool = True,
+        share: float = 1.0,
+        target_s: float | None = None,
+        first: int = 0,
+        is_seen: bool = True,
     ) -> None:
         self.step_s, self.share, self.used_s, self.target_itl_s = step_s, share, 0.0, target_s
         self.stream_s = step_s if streams else 0.0
-        self.is_urgent, self.first = True, first
+        self.is_urgent, self.first, self.is_seen = True, first, is_seen
 
     @property
     def is_ready(self) -> bool:
@@ -93,6 +100,18 @@ def test_all_plan_beside_the_streams_of_the_others_for_the_tightest_target() -> 
     assert said[reader] == Beside(0.04, 0.5)  # its own target is for its streams
     assert said[careful] == Beside(0.01, 0.5)
     assert said[careful].prompts_s(0.1) == pytest.approx(0.35)
+
+
+def test_verdicts_do_not_wait_for_streams_that_wait_for_them() -> None:
+    """Nobody sees the tokens of either, so neither has gaps that the other could lengthen."""
+    guarded, verdicts = Turn(0.01, is_seen=False, target_s=0.02), Turn(0.01, streams=False, is_seen=False)
+    said = dict(World(50, guarded, verdicts).said)
+    assert {*said.values()} == {Beside(0.0, None)}
+    chat, texts = Turn(0.03, target_s=0.5), Turn(0.02, streams=False)
+    said = dict(World(50, guarded, verdicts, chat, texts).said)
+    assert said[verdicts] == said[guarded] == Beside(0.03, 0.5)
+    assert said[texts] == Beside(0.04, 0.02)
+    assert said[chat] == Beside(0.01, 0.02)
 
 
 def test_who_comes_late_has_no_claim_on_the_past_and_nothing_is_shared_alone() -> None:

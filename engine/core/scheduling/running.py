@@ -138,6 +138,11 @@ class RunningQueue:
         return bool(self.foreground) or bool(self.running and not self.running[0].is_background)
 
     @property
+    def is_seen(self) -> bool:
+        """Return whether there is any request but those that are held."""
+        return any(not siblings[0].request.is_held for siblings in self.requests.values())
+
+    @property
     def num_background(self) -> int:
         """Return how many background sequences run; they come last."""
         if not (self.running and self.running[-1].is_background):

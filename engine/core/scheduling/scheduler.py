@@ -72,6 +72,11 @@ class Scheduler:
         return self._queue.num_with_spans > 0
 
     @property
+    def is_seen(self) -> bool:
+        """Return whether there is any request but those that are held."""
+        return self._queue.is_seen
+
+    @property
     def has_foreground(self) -> bool:
         """Return whether some of that is not background work."""
         return self._queue.has_foreground
