@@ -58,6 +58,9 @@ class TextTokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self.marks = tuple(self._added.values())  # special ones and others, such as <think>
+        # llguidance takes every added token in angle brackets for special: no text of a grammar spells it.
+        in_brackets = {mark: token_id for token_id, mark in self._added.items() if mark[:1] + mark[-1:] == "<>"}
+        self.grammar_tokens = self.special_tokens | in_brackets
         self._byte_level = "ByteLevel" in str(backend.decoder)
         self.chat_template = (
             ChatTemplate(vocabulary.chat_template, vocabulary.special_tokens) if vocabulary.chat_template else None

@@ -11,15 +11,17 @@ from typing import Any
 import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from tokenizers import AddedToken, Tokenizer
 
 from engine.core.errors import InvalidRequestError
 from engine.text.channels import MARKS
 from engine.text.grammars.spec import MAX_TEXT, GrammarSpec, drop_annotations
+from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.json_calls import FORCED, forced_grammar
 from engine.text.tools.tool_format import OfferedTool
 from engine.text.types import CallArguments, CallBegin
-from tests.pure.byte_vocabulary import ByteVocabulary
+from tests.pure.byte_vocabulary import NUM_BYTES, ByteVocabulary, byte_tokenizer_json
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -180,6 +182,27 @@ def test_text_is_free_and_calls_of_strict_tools_in_it_are_valid(name: str, are_t
         text = calls(name, call(name, "stop", x=1), call(name, "weather", **wrong))
         assert not lets(name, "free", text, are_tokens=are_tokens), text
         assert is_bare or not lets(name, "free", f"So. {text}", are_tokens=are_tokens), text
+
+
+@pytest.mark.parametrize("name", ["hermes", "glm45", "qwen3_coder", "nemotron_json", "olmo3", "granite-20b-fc"])
+def test_marks_that_are_tokens_and_not_special_can_be_forced(name: str) -> None:
+    """As in the files of Qwen 3 and GLM: llguidance takes each added token in angle brackets for special."""
+    backend = Tokenizer.from_str(byte_tokenizer_json("<end>"))
+    backend.add_tokens([AddedToken(mark, special=False) for mark in sorted(TOOL_FORMATS[name].markup)])
+    config = TokenizerConfig(special_tokens={}, eos_token_ids=frozenset({NUM_BYTES}), chat_template=None)
+    tokenizer = TextTokenizer(backend, config)
+    tools = [OfferedTool("weather", WEATHER, strict=True), OfferedTool("stop", {})]
+    grammars = [
+        TOOL_FORMATS[name].grammar(tools, tokenizer.grammar_tokens, parallel=True),
+        forced_grammar(tools, TOOL_FORMATS[name], tokenizer.grammar_tokens, max_calls=1)[0],
+    ]
+    for grammar in grammars:
+        ids = tokenizer.encode(calls(name, call(name, "weather", **GOOD[1])), add_special_tokens=False)
+        made = LLMatcher(LLTokenizer(backend.to_str(), eos_token=NUM_BYTES), grammar, log_level=0)
+        made.compute_bitmask()
+        assert not made.is_error(), made.get_error()
+        assert made.try_consume_tokens(ids) == len(ids)
+        assert made.is_accepting()
 
 
 def test_a_schema_that_a_format_cannot_enforce_is_forced_as_json() -> None:

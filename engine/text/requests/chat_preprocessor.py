@@ -164,7 +164,7 @@ class ChatPreprocessor:
         constraint, tool_format = next(iter(chat.constraints()), None), None
         tools, effort = chat.shown_tools, chat.effort
         if tools:
-            constraint, tool_format = plan_calls(chat, self._format, constraint, self._tokenizer.special_tokens)
+            constraint, tool_format = plan_calls(chat, self._format, constraint, self._tokenizer.grammar_tokens)
         begins_within, thinking = False, None
         if self._format.tags is not None:
             continued = chat.messages[-1].text if chat.continue_final_message else ""
