@@ -31,7 +31,7 @@ class Characters:
     """A tokenizer whose tokens are characters, and the tags of thoughts."""
 
     vocab_size, max_token_chars, eos_token_ids = 1000, 1, frozenset({END})
-    special_tokens = {"<end>": END}  # noqa: RUF012 - read only
+    special_tokens = grammar_tokens = {"<end>": END}  # noqa: RUF012 - read only
     sampling_defaults = SamplingDefaults()
 
     def __init__(self, template: str | None) -> None:
