@@ -311,12 +311,11 @@ class Engine:
 
     def _turn(self) -> None:
         """Take in messages, launch a step, commit the oldest, deliver the events."""
-        if not self._scheduler.has_work:
-            self._progress_s = self.clock()
-        messages = self._inbox.take()
+        messages, events = self._inbox.take(), StepEvents()
         if self._offload is not None:
             self._offload.learn()  # before new requests look for their blocks
-        events = StepEvents(self._take_in(messages))
+        if messages or self._stop_at_s is not None:
+            events.entries += self._take_in(messages)
         try:
             self._step(events)
         except DeviceMemoryError as error:
@@ -342,15 +341,15 @@ class Engine:
                 self._launched.append(_Launched(plan, self._runner.run(plan), begun_s))
             except DeviceMemoryError:
                 while self._launched:  # what was launched before it is good
-                    events.entries += self._commit_oldest().entries
+                    events.entries += self._commit(self._launched.popleft()).entries
                 raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
             if self._launched[0].step.may_pause:
                 self._go_on(events)
                 return
-            events.entries += self._commit_oldest().entries
+            events.entries += self._commit(self._launched.popleft()).entries
             while self._launched and self._beside is not None:
-                events.entries += self._commit_oldest().entries
+                events.entries += self._commit(self._launched.popleft()).entries
         elif plan is None and self._scheduler.has_work and not self._is_waiting():
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
 
@@ -420,13 +419,14 @@ class Engine:
             self._open.pop((event.request_id, event.choice), None)
             if self._vision is not None and not self._scheduler.has_spans:
                 self._vision.close()  # who waited for it has left
-        if events and self._deliver is not None:
+        if events.entries and self._deliver is not None:
             self._deliver(events)
 
     def _take_in(self, messages: list[InboxMessage]) -> list[TokenEvent]:
         events: list[TokenEvent] = []
-        if messages:
-            self._note_open(messages)
+        if not self._scheduler.has_work:
+            self._progress_s = self.clock()
+        self._note_open(messages)
         for message in messages:
             if isinstance(message, Submission):
                 self._scheduler.add(message.request)
@@ -441,9 +441,6 @@ class Engine:
         if self._stop_at_s is not None and self.clock() >= self._stop_at_s:
             events += self._scheduler.abort_all(AbortCause.SHUTDOWN, self.clock())
         return events
-
-    def _commit_oldest(self) -> StepEvents:
-        return self._commit(self._launched.popleft())
 
     def _commit(self, launched: _Launched) -> StepEvents:
         plan, begun_s = launched.plan, launched.begun_s

@@ -5,7 +5,7 @@ It is not in step.py, which the runtime imports: the runtime must not see sequen
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -27,7 +27,7 @@ class InFlightStep:
     positions: list[int] = field(default_factory=list)  # the first of each slice
     sequences: list[Sequence] = field(default_factory=list)
     slots: tuple[int, ...] = ()  # of those that decode
-    choices: list[tuple[str, int]] = field(default_factory=list)  # of those that decode: (request id, choice)
+    choices: abc.Sequence[tuple[str, int]] = ()  # of those that decode: (request id, choice)
     chunks: tuple[Chunk, ...] = ()
     rows: tuple[RowStart, ...] = ()
     entries: tuple[TableEntry, ...] = ()
@@ -48,16 +48,13 @@ class InFlightStep:
 
     @property
     def num_tokens(self) -> int:
-        num_tokens = self.num_decodes
-        for chunk in self.chunks:
-            num_tokens += chunk.num_tokens
-        return num_tokens
+        return self.num_decodes + sum([chunk.num_tokens for chunk in self.chunks])
 
     def plan(self) -> StepPlan:
         """Return the plan, which nothing changes from now on."""
         return StepPlan(
             self.step_id,
-            self.num_tokens,
+            self.num_tokens if self.chunks else self.num_decodes,
             self.num_samples,
             self.slots,
             tuple(self.positions[: self.num_decodes]),

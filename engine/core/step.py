@@ -187,9 +187,26 @@ def count_agreeing(drawn: abc.Sequence[int], drafts: abc.Sequence[int]) -> int:
     return len(drawn)
 
 
+class PendingStep(Protocol):
+    """A step that has been launched."""
+
+    may_pause: bool = False  # it is computed as long as `advance` is called
+
+    def advance(self, seconds: float) -> bool:  # noqa: ARG002 - for steps that may pause
+        """Compute for about so long, if nothing else computes the step; return whether `wait` is all that is left."""
+        return True
+
+    def close(self) -> None:
+        """Compute no more of a step that has paused: it is complete now, and its result is empty."""
+        assert not self.may_pause, "such a step has its own"
+
+    def wait(self) -> StepResult:
+        """Block until the step is done. Called once, in launch order."""
+
+
 @dataclass(slots=True)
-class StepResult:
-    """What a step produced, in plan order.
+class StepResult(PendingStep):
+    """What a step produced, in plan order; the step itself, if it is computed when it is launched.
 
     token_ids: one id a Sample, slices in order, samples in order within a slice.
     logprobs: by index into token_ids, for samples whose params ask for them.
@@ -211,22 +228,8 @@ class StepResult:
     ended: Collection[int] = ()
     drafted: Mapping[int, Drafted] = field(default_factory=dict)
 
-
-class PendingStep(Protocol):
-    """A step that has been launched."""
-
-    may_pause: bool = False  # it is computed as long as `advance` is called
-
-    def advance(self, seconds: float) -> bool:  # noqa: ARG002 - for steps that may pause
-        """Compute for about so long, if nothing else computes the step; return whether `wait` is all that is left."""
-        return True
-
-    def close(self) -> None:
-        """Compute no more of a step that has paused: it is complete now, and its result is empty."""
-        assert not self.may_pause, "such a step has its own"
-
     def wait(self) -> StepResult:
-        """Block until the step is done. Called once, in launch order."""
+        return self
 
 
 Name = Adapter | GrammarKey | bytes  # bytes: the digest of an image

@@ -420,7 +420,8 @@ class KVCacheManager:
 
     def committed(self, step: InFlightStep) -> None:
         """Note that a step is done: its copies and loads have arrived."""
-        self._arrived(step)
+        if step.arrivals:
+            self._arrived(step)
         if self._has_host:
             self.tiers.settle(step, is_done=True)
 

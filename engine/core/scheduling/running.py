@@ -33,6 +33,7 @@ class RunningQueue:
         self.followers: dict[Sequence, tuple[Sequence, int]] = {}  # of those: the leader, and the positions to wait for
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
         self.num_with_spans = 0  # requests
+        self.num_queued = 0  # sequences in both waiting queues
         self._recorder = recorder
         self._next_seq_id = 0
 
@@ -60,7 +61,7 @@ class RunningQueue:
         if is_parked:
             self.parked[seq] = None
         else:
-            self.queue_of(seq.request).push(seq)
+            self._push(seq)
         self._recorder.queued(seq, 1)
 
     def dequeue(self, seq: Sequence) -> None:
@@ -69,12 +70,20 @@ class RunningQueue:
             del self.parked[seq]
             self.followers.pop(seq, None)
         else:
-            self.queue_of(seq.request).remove(seq)
+            self._remove(seq)
         self._recorder.queued(seq, -1)
+
+    def _push(self, seq: Sequence) -> None:
+        self.queue_of(seq.request).push(seq)
+        self.num_queued += 1
+
+    def _remove(self, seq: Sequence) -> None:
+        self.queue_of(seq.request).remove(seq)
+        self.num_queued -= 1
 
     def park(self, seq: Sequence) -> None:
         """Hold a waiting sequence outside of its queue until `unpark`."""
-        self.queue_of(seq.request).remove(seq)
+        self._remove(seq)
         self.parked[seq] = None
 
     def follow(self, seq: Sequence, leader: Sequence, num_positions: int) -> None:
@@ -95,7 +104,7 @@ class RunningQueue:
             if seq in self.parked:
                 del self.parked[seq]
                 self.followers.pop(seq, None)
-                self.queue_of(seq.request).push(seq)
+                self._push(seq)
 
     def start(self, seq: Sequence) -> None:
         """Add a sequence to the running ones."""
@@ -135,7 +144,7 @@ class RunningQueue:
     @property
     def has_foreground(self) -> bool:
         """Return whether any work but background work runs or waits."""
-        return bool(self.foreground) or bool(self.running and not self.running[0].is_background)
+        return bool(self.running and not self.running[0].is_background) or bool(self.foreground)
 
     @property
     def is_seen(self) -> bool:
@@ -151,8 +160,9 @@ class RunningQueue:
 
     def due(self, limit: int) -> list[Sequence]:
         """Return the best running sequences that can be planned; background work pauses for other work."""
-        num_background = self.num_background
-        due = self.running[: len(self.running) - (num_background if num_background and self.has_foreground else 0)]
+        due = self.running.copy()
+        if due and due[-1].is_background and self.has_foreground:
+            del due[-self.num_background :]
         if len(due) <= limit:
             return due
         return [seq for seq in due if not seq.is_waiting][:limit]

@@ -146,13 +146,13 @@ class Scheduler:
         if self._queue.may_yield:
             self._admit_first(now, step)
         due, urgent = self._queue.due(limit), None
-        if self.has_long:
+        if self.config.whole_step and self.has_long:
             due = [seq for seq in due if len(seq.tokens) <= self.config.whole_step]
         self.missing.digests.clear()
         if self._queue.num_with_spans:
             due, urgent = self._make_room(due, limit)
         catching_up = self._plan_decodes(step, due)
-        admits = self._queue.first_waiting is not None and (self.kv.has_slot or self._queue.has_takeable)
+        admits = self._queue.num_queued > 0 and (self.kv.has_slot or self._queue.has_takeable)
         allowance: Allowance | None = None
         if limit > step.num_decodes and (catching_up or admits):
             allowance = Allowance(self._budget, limit, step.positions)
@@ -236,7 +236,7 @@ class Scheduler:
             self._queue.update_gauges()
         step.slots, step.choices = self._decoding_slots, self._decoding_choices
         # Some may have been preempted meanwhile: the beams of a search are preempted together.
-        return [seq for seq in catching_up if seq.status is Status.PREFILL]
+        return catching_up and [seq for seq in catching_up if seq.status is Status.PREFILL]
 
     def _is_ready(self, seq: Sequence, catching_up: list[Sequence], step: InFlightStep) -> bool:
         """Prepare a sequence for its next position; returns whether it decodes in this step."""

@@ -13,7 +13,7 @@ from itertools import compress, count
 
 from engine.core.config import SchedulerConfig
 from engine.core.rows import Rows
-from engine.core.step import Fault, PendingStep, RowStart, StepPlan, StepResult
+from engine.core.step import Fault, RowStart, StepPlan, StepResult
 from engine.core.types import SamplingParams
 from engine.runtime.models.causal_lm import CausalLM, Described
 from engine.runtime.native.library import DRAW, Draw, Library, ScaledLogits, StepArgs, StepGroup, native
@@ -25,16 +25,6 @@ from engine.runtime.sampling.wish import Wish, pack_draw
 NOT_FINITE = Fault(
     "The model's output for this request is not a finite number; try another dtype, such as bfloat16 or float32."
 )
-
-
-class PlainStep(PendingStep):
-    """A step that was computed when it was launched."""
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def wait(self) -> StepResult:
-        return self._result
 
 
 class PlainSteps:
@@ -98,7 +88,7 @@ class PlainSteps:
                 return False
         return not self._others or self._others.isdisjoint(plan.slots)
 
-    def compute(self, plan: StepPlan, rows: Rows) -> PlainStep:
+    def compute(self, plan: StepPlan, rows: Rows) -> StepResult:
         """Compute a step, all steps before which are known."""
         args, drawn = self._args, rows.texts(plan.slots)
         numbers, known = array("q", plan.slots + plan.positions), [text[-1] for text in drawn]
@@ -118,7 +108,7 @@ class PlainSteps:
             result.errors = {index: NOT_FINITE for index, good in zip(drawing, are_finite, strict=True) if not good}
         for text, token in zip(drawn, result.token_ids, strict=True):
             text.append(token)
-        return PlainStep(result)
+        return result
 
 
 def plain_steps(model: CausalLM, kv_cache: KVCache, config: SchedulerConfig, tables: RowTables) -> PlainSteps | None:
