@@ -256,8 +256,12 @@ def test_thinking_is_switched_by_a_field_too(servers: Callable[..., httpx.Client
         ({"enable_thinking": False, "reasoning_effort": "high"}, True),
         ({"enable_thinking": False}, False),
     ):
-        answer = client.post(PATH, json=say("1234567a</think>b", **fields))
+        asked = say("1234567a</think>b", **fields)
+        answer = client.post(PATH, json=asked)
         assert "x-quire-ignored-fields" not in answer.headers
+        counted = client.post("/tokenize", json={name: asked[name] for name in ("messages", *fields)})
+        assert counted.json()["count"] == answer.json()["usage"]["prompt_tokens"]
+        assert "x-quire-ignored-fields" not in counted.headers
         assert ("reasoning" in choice_of(answer)["message"]) is reasons, fields
     for odd in ("no", 0):
         assert client.post(PATH, json=say("x", enable_thinking=odd)).json()["error"]["param"] == "enable_thinking"

@@ -165,6 +165,12 @@ class Conversation(RequestBody):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further variables for the chat template, such as enable_thinking."
     )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="none, minimal, low, medium, high: for the chat template, or as a budget of reasoning tokens."
+    )
+    enable_thinking: bool | None = Field(
+        None, description="false is reasoning_effort none; true is the chat template's variable of this name."
+    )
     mm_processor_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="min_pixels and max_pixels that Qwen's image processor makes images of."
     )
@@ -172,7 +178,14 @@ class Conversation(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _look_at_parts(cls, data: Any) -> Any:
-        return with_unknown(data, "messages", "content")
+        data = with_unknown(data, "messages", "content")
+        asked = data.get("enable_thinking") if isinstance(data, dict) else None
+        if asked is False and data.get("reasoning_effort") is None:
+            return {**data, "reasoning_effort": "none"}
+        variables = (data.get("chat_template_kwargs") or {}) if asked is True else None
+        if isinstance(variables, dict):
+            return {**data, "chat_template_kwargs": {"enable_thinking": True, **variables}}
+        return data
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:
@@ -225,11 +238,6 @@ class Conversation(RequestBody):
         """The tools that the prompt describes."""
         return self.tools or []
 
-    @property
-    def effort(self) -> str | None:
-        """The reasoning effort, where the request names one."""
-        return None
-
 
 class ChatFields(SamplingFields, Conversation):
     """A conversation to answer; `top_logprobs` counts alternatives."""
@@ -251,25 +259,7 @@ class ChatFields(SamplingFields, Conversation):
     add_special_tokens: bool = Field(False, description="Whether the tokenizer adds its special tokens, such as BOS.")
     tool_choice: ToolChoiceField = Field(None, description="none, auto, required, or one tool.")
     parallel_tool_calls: bool = Field(True, description="Whether one answer may contain several calls.")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="none, minimal, low, medium, high: for the chat template, or as a budget of reasoning tokens."
-    )
     thinking_token_budget: Integer | None = Field(None, ge=0, description="Reasoning ends after this many tokens.")
-    enable_thinking: bool | None = Field(
-        None, description="false is reasoning_effort none; true is the chat template's variable of this name."
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _look_at_parts(cls, data: Any) -> Any:
-        data = with_unknown(data, "messages", "content")
-        asked = data.get("enable_thinking") if isinstance(data, dict) else None
-        if asked is False and data.get("reasoning_effort") is None:
-            return {**data, "reasoning_effort": "none"}
-        variables = (data.get("chat_template_kwargs") or {}) if asked is True else None
-        if isinstance(variables, dict):
-            return {**data, "chat_template_kwargs": {"enable_thinking": True, **variables}}
-        return data
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatFields:
@@ -300,7 +290,3 @@ class ChatFields(SamplingFields, Conversation):
     def shown_tools(self) -> list[Tool]:
         """The tools that the prompt describes; none, if the model is to call none."""
         return self.tools if self.tools and self.choice.mode != "none" else []
-
-    @property
-    def effort(self) -> str | None:
-        return self.reasoning_effort

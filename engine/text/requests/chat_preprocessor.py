@@ -88,7 +88,7 @@ class ChatPreprocessor:
             raise no_images("messages")
         if tools or not chat.is_plain:
             messages, tools = chat_format.fit(messages, tools)
-        wants_answer, effort = chat.add_generation_prompt, chat.effort
+        wants_answer, effort = chat.add_generation_prompt, chat.reasoning_effort
         self.limits.check_length(chat.num_chars, "messages")
         return template.begin(
             messages,
@@ -162,7 +162,7 @@ class ChatPreprocessor:
             prompt, turn = self._history.begin(owner, text, num_answers, encoder)
         params = self._params(chat, len(prompt))
         constraint, tool_format = next(iter(chat.constraints()), None), None
-        tools, effort = chat.shown_tools, chat.effort
+        tools, effort = chat.shown_tools, chat.reasoning_effort
         if tools:
             constraint, tool_format = plan_calls(chat, self._format, constraint, self._tokenizer.grammar_tokens)
         begins_within, thinking = False, None
@@ -218,8 +218,8 @@ class ChatPreprocessor:
         chat_format, budget = self._format, chat.thinking_token_budget
         if chat_format.tag_ids is None or chat_format.has_thought(text):
             return None
-        if budget is None and chat.effort is not None and not chat_format.knows_effort(chat.effort):
-            budget = EFFORT_BUDGETS.get(chat.effort)
+        if budget is None and chat.reasoning_effort is not None and not chat_format.knows_effort(chat.reasoning_effort):
+            budget = EFFORT_BUDGETS.get(chat.reasoning_effort)
         return Thinking(chat_format.tag_ids, begins_within, budget)
 
     def _with_parser(
