@@ -107,7 +107,7 @@ class ChunkFormatter(ResponseFormatter):
     def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:
         frames = list[bytes]()
         for index, delta in news:
-            if self._varies or not delta.is_text:
+            if self._varies or (text := delta.text_alone) is None:
                 shown = self._shown(usage() if self._counts_often else None)
                 frames += [frame(chunk) for chunk in self.chunks(index, delta, **shown)]
                 continue
@@ -116,7 +116,7 @@ class ChunkFormatter(ResponseFormatter):
                 (chunk,) = self.chunks(index, Delta([Content("\0")]), **self._shown(None))
                 before, _, after = frame(chunk).rpartition(to_json("\0"))
                 around = self._around[index] = before, after
-            frames += (around[0], to_json(delta.text), around[1])
+            frames += (around[0], to_json(text), around[1])
         return b"".join(frames)
 
     def _shown(self, usage: Usage | None) -> dict[str, Usage | None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from engine.core.errors import QuireError
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent
@@ -22,12 +21,7 @@ TURN_EVENTS = 32  # about 2 ms; a step of an answer with a thousand choices has 
 MAX_INLINE_ECHO = 256  # tokens of a prompt that are read on the event loop, about 5 ms
 _DRAWN = (None, FinishReason.STOP, FinishReason.LENGTH)
 
-
-class ChoiceDelta(NamedTuple):
-    """What is new in one choice; `choice` counts all choices of all prompts."""
-
-    choice: int
-    delta: Delta
+ChoiceDelta = tuple[int, Delta]  # what is new in a choice, by its number among all choices of all prompts
 
 
 class Generation:
@@ -131,7 +125,7 @@ class Generation:
         for index in heard:
             delta = self._choices[index].news()
             if delta is not None:
-                news.append(ChoiceDelta(index, delta))
+                news.append((index, delta))
         return news
 
     def _end(self, index: int, event: TokenEvent) -> None:

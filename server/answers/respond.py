@@ -191,8 +191,10 @@ class Responder:
         if not body.stream:
             return await self._whole(http, body, answer, generation, make)
         status = partial(self.live.status, [request.request_id for request in requests])
-        frames = _Frames(generation, make, wants_metrics=body.include_metrics)
-        return EventStream(frames, answer, keep_alive_s=self.config.sse_keep_alive_interval_s, status=status)
+        keep_alive_s = self.config.sse_keep_alive_interval_s
+        return EventStream(
+            answer, generation, make, wants_metrics=body.include_metrics, keep_alive_s=keep_alive_s, status=status
+        )
 
     async def _whole(
         self,
@@ -263,29 +265,75 @@ def with_timings(document: bytes, generation: Generation, body: EngineBody) -> R
     return Response(document, headers=headers, media_type="application/json")
 
 
-class _Frames:
-    """The frames of a stream."""
+def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
+    """Return whether deltas repeat a long prompt, or report its log probabilities."""
+    for _, delta in news:  # a loop, since a generator would cost each token half a microsecond
+        if delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT:
+            return True
+    return False
 
-    def __init__(self, generation: Generation, make: Callable[[], ResponseFormatter], *, wants_metrics: bool) -> None:
-        self.generation, self._make, self._wants_metrics = generation, make, wants_metrics
-        self._formatter: ResponseFormatter | None = None
+
+class EventStream(EventSourceResponse):
+    """Streams frames while its answer's scope is open; a client that leaves aborts the request.
+
+    sse-starlette makes the response: its type, its headers, its comments. The sending loop is replaced: a token costs no
+    task, timer or lock. Where the connection writes chunks (http/connection.py), one that has nothing to wait for is sent
+    from the mailbox and wakes no task.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        generation: Generation,
+        make: Callable[[], ResponseFormatter],
+        *,
+        wants_metrics: bool,
+        keep_alive_s: float,
+        status: Callable[[], Awaitable[str]],
+    ) -> None:
+        """After `keep_alive_s` without a frame a comment is sent, never if it is 0.
+
+        `status` returns the text of the comment while the request waits.
+        """
+        self._frames = self._make_frames()
+        super().__init__(self._frames, sep="\n")
+        del self.headers["connection"]  # the server sets it, and to "close" where the client asks for that
+        self._answer, self._generation = answer, generation
+        self._make, self._wants_metrics = make, wants_metrics
+        self._formatter: ResponseFormatter | None = None  # made when the first frame is asked for
+        self._keep_alive_s = keep_alive_s
+        self._status = status
+        self._sent_s = 0.0
+        self._is_over = False
+        self._commenting: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the last frame, or until the client disconnects."""
+        extension = scope.get("extensions", {}).get(CHUNKS)
+        if extension is not None:
+            self._answer.take_now = partial(self._send_now, extension["writer"], asyncio.get_running_loop().time)
+        with self._answer, contextlib.suppress(ClientDisconnect):
+            await unless_disconnected(receive, self._send_all(send))
+
+    def _send_now(self, chunks: ChunkWriter, clock: Callable[[], float], events: list[TokenEvent]) -> bool:
+        """Send tokens that go on, and return whether the task may sleep on; all is left to it if there is more to them."""
+        formatter, generation = self._formatter, self._generation
+        if formatter is None or not chunks.is_free or (news := generation.deltas_now(events)) is None:
+            return False
+        if news:
+            chunks.write(formatter.news(news, self._count))
+            self._sent_s = clock()
+        return generation.num_open > 0
 
     def _count(self) -> Usage:
-        return self.generation.usage
+        return self._generation.usage
 
-    def now(self, events: list[TokenEvent]) -> bytes | None:
-        """Take tokens that go on, and return their frames; None, and all is left for `all`, if there is more to them."""
-        news = None if self._formatter is None else self.generation.deltas_now(events)
-        if self._formatter is None or not news:
-            return None if news is None else b""
-        return self._formatter.news(news, self._count)
-
-    async def all(self) -> AsyncGenerator[bytes, None]:
-        """Yield all that `now` does not return.
+    async def _make_frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield all that `_send_now` does not send.
 
         An exception becomes the last frame, as the status has been sent.
         """
-        generation = self.generation
+        generation = self._generation
         formatter = self._formatter = await aside(self._make)
         try:
             if opening := formatter.opening():
@@ -308,64 +356,6 @@ class _Frames:
             last = formatter.failure(to_api_error(error))
         yield last
 
-
-def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
-    """Return whether deltas repeat a long prompt, or report its log probabilities."""
-    for _, delta in news:  # a loop, since a generator would cost each token half a microsecond
-        if delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT:
-            return True
-    return False
-
-
-class EventStream(EventSourceResponse):
-    """Streams frames while its answer's scope is open; a client that leaves aborts the request.
-
-    sse-starlette makes the response: its type, its headers, its comments. The sending loop is replaced: a token costs no
-    task, timer or lock. Where the connection writes chunks (http/connection.py), one that has nothing to wait for is sent
-    from the mailbox and wakes no task.
-    """
-
-    def __init__(
-        self,
-        frames: _Frames,
-        answer: Answer,
-        *,
-        keep_alive_s: float,
-        status: Callable[[], Awaitable[str]],
-    ) -> None:
-        """After `keep_alive_s` without a frame a comment is sent, never if it is 0.
-
-        `status` returns the text of the comment while the request waits.
-        """
-        self._all = frames.all()
-        super().__init__(self._all, sep="\n")
-        del self.headers["connection"]  # the server sets it, and to "close" where the client asks for that
-        self._frames = frames
-        self._answer = answer
-        self._keep_alive_s = keep_alive_s
-        self._status = status
-        self._sent_s = 0.0
-        self._is_over = False
-        self._commenting: asyncio.Task[None] | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the last frame, or until the client disconnects."""
-        extension = scope.get("extensions", {}).get(CHUNKS)
-        if extension is not None:
-            self._answer.take_now = partial(self._send_now, extension["writer"], asyncio.get_running_loop().time)
-        with self._answer, contextlib.suppress(ClientDisconnect):
-            await unless_disconnected(receive, self._send_all(send))
-
-    def _send_now(self, chunks: ChunkWriter, clock: Callable[[], float], events: list[TokenEvent]) -> bool:
-        """Send the frames of events that wait for nothing; return whether the task may sleep on."""
-        frame = self._frames.now(events) if chunks.is_free else None
-        if frame is None:
-            return False
-        if frame:
-            chunks.write(frame)
-            self._sent_s = clock()
-        return self._frames.generation.num_open > 0
-
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         loop = asyncio.get_running_loop()
@@ -376,7 +366,7 @@ class EventStream(EventSourceResponse):
             else None
         )
         try:
-            async with contextlib.aclosing(self._all) as frames:
+            async with contextlib.aclosing(self._frames) as frames:
                 async for data in frames:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     self._sent_s = loop.time()

@@ -22,6 +22,7 @@ from engine.core.types import (
     TokenEvent,
 )
 from engine.text.chat.choice import TextRules
+from engine.text.tokenizer import Lengths, lengths_of
 from server.answers.client import EngineClient
 from server.answers.generation import TURN_EVENTS, Generation
 
@@ -31,6 +32,10 @@ class Bytes:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(token_ids).decode(errors="replace")
+
+    @property
+    def lengths(self) -> list[Lengths]:
+        return lengths_of(self.decode)
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from engine.text.tokenizer import MAX_HELD_TOKENS, Detokenizer, StopStrings
+from engine.text.tokenizer import MAX_HELD_TOKENS, Detokenizer, Lengths, StopStrings, lengths_of
 
 TEXTS = st.text(st.characters(exclude_characters="\ufffd", exclude_categories=("Cs",)), max_size=40)
 FEW_LETTERS = st.text("abc", max_size=30)
@@ -25,6 +25,10 @@ class Pieces:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return b"".join(self.pieces[token_id] for token_id in token_ids).decode(errors="replace")
 
+    @property
+    def lengths(self) -> list[Lengths]:
+        return lengths_of(self.decode)
+
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id]
 
@@ -37,6 +41,10 @@ class Library:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def lengths(self) -> list[Lengths]:
+        return lengths_of(self.decode)
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes.fromhex(token[3:5]) if (token := SENTENCEPIECE[token_id]).startswith("<0x") else token.encode()

@@ -76,16 +76,11 @@ class Delta:
         return () if self.scored is None else self.scored.entries
 
     @property
-    def is_silent(self) -> bool:
-        """True if a stream has nothing to send yet: the text of the tokens is not certain."""
-        return not (self.pieces or self.scored or self.finish_reason)
-
-    @property
-    def is_text(self) -> bool:
-        """Return whether it is text for the user and nothing else but its tokens, as nearly always."""
+    def text_alone(self) -> str | None:
+        """Return the text for the user if there is nothing else but its tokens, as nearly always."""
         if self.scored is not None or self.finish_reason is not None or self.prompt is not None:
-            return False
-        return len(self.pieces) == 1 and type(self.pieces[0]) is Content
+            return None
+        return self.pieces[0].text if len(self.pieces) == 1 and type(self.pieces[0]) is Content else None
 
     @property
     def text(self) -> str:
@@ -188,8 +183,9 @@ class Choice:
         return self._delta
 
     def news(self) -> Delta | None:
-        """Return the delta since the last call; None, and it goes on, if a stream has nothing to send yet."""
-        return None if self._delta.is_silent else self.take()
+        """Return the delta since the last call; None, and it goes on, while the text of its tokens is not certain."""
+        delta = self._delta
+        return self.take() if delta.pieces or delta.scored or delta.finish_reason else None
 
     def take(self) -> Delta:
         """Return the delta since the last call."""
