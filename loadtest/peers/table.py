@@ -108,6 +108,7 @@ def _vllm(python: str, setup: Setup) -> Command:
         *("--dtype", "bfloat16"),
         *("--max-num-seqs", str(setup.max_num_seqs)),
         *("--max-model-len", str(setup.max_model_len)),
+        "--enable-prompt-tokens-details",  # usage says what was cached
     ]
     return Command(argv, environ)
 
