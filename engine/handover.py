@@ -8,6 +8,7 @@ over TCP where the other daemon is on another machine. Calls block, so they run 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -68,6 +69,8 @@ class Handover:
                 self._listener = Listener(parcels, listen, self._config.key)
             except OSError as error:
                 raise ConfigError(f"--kv-transfer-config: listen is {listen}: {error.strerror or error}.") from error
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._sweep, name="quire-parcels", daemon=True).start()
 
     @property
     def port(self) -> int | None:
@@ -76,8 +79,14 @@ class Handover:
 
     def close(self) -> None:
         """Offer nothing more."""
+        self._is_closed.set()
         if self._listener is not None:
             self._listener.close()
+
+    def _sweep(self) -> None:
+        """Remove expired parcels even if no further one is made or read: they take memory, and are texts of prompts."""
+        while not self._is_closed.wait(self._parcels.expiry_s):
+            self._parcels.sweep()
 
     def count_blocks(self, num_tokens: int) -> int:
         """Return the full blocks of a prompt's parcel; the last token is always computed where the answer is drawn."""

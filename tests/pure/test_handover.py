@@ -357,6 +357,13 @@ def test_what_nobody_fetches_is_swept_and_the_memory_is_bounded(folder: Path) ->
     assert not _opened(memory, old).has(BLOCKS)
 
 
+def test_what_nobody_fetches_expires_though_nothing_else_happens(folder: Path) -> None:
+    memory = Parcels(folder, LAYOUT.fingerprint, LAYOUT.block_bytes, MAX_BYTES, 0.05)
+    _send(memory)
+    with closing(Handover(Mock(), memory, LAYOUT)):
+        eventually(lambda: not list(folder.iterdir()))
+
+
 def test_a_parcel_that_is_gone_when_it_is_looked_at_takes_no_memory(folder: Path) -> None:
     """Another daemon opens it at that moment; a link to nowhere is listed and cannot be looked at either."""
     memory = parcels(folder)
