@@ -125,6 +125,12 @@ class Inbox:
         """Return whether there are some to take."""
         return bool(self._messages)
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait so long at most until there are some."""
+        with self._changed:
+            if not self._messages:
+                self._changed.wait(timeout_s)
+
     def take(self) -> list[InboxMessage]:
         """Return all messages."""
         if not self._messages:

@@ -60,6 +60,7 @@ _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per se
 _GROWTH = 1.05  # of what a step of decodes is thought to take, at most, from one to the next
 _LITTLE = 1.2  # times what a step was planned to take: it goes on so long before it is cut
 _PIECE_S = 0.02  # of work that may pause, where no step runs: a message waits no longer
+_WAIT_S = 0.002  # for a message, where requests wait for blocks that imports hold: engines beside it wait no longer
 
 
 class Outbound(NamedTuple):
@@ -384,8 +385,13 @@ class Engine:
             events.entries += self._commit(self._launched.pop()).entries
 
     def _is_waiting(self) -> bool:
-        """Return whether requests wait for vectors, or have waited a moment for blocks."""
-        return bool(self._scheduler.missing.digests or (self._offload and self._offload.wait_for_loads()))
+        """Return whether requests wait for vectors, or have waited a moment for blocks that are filled or held."""
+        if self._scheduler.missing.digests or (self._offload and self._offload.wait_for_loads()):
+            return True
+        is_importing = bool(self._scheduler.kv.imports.held)
+        if is_importing:  # other threads fill the blocks, and free them by a message
+            self._inbox.wait(_WAIT_S)
+        return is_importing
 
     def _roll_back(self, error: DeviceMemoryError, events: StepEvents) -> None:
         """Try a smaller step after one did not fit the device's memory; if that fails, end a request."""

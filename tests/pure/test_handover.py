@@ -22,6 +22,7 @@ from unittest.mock import Mock
 import pytest
 
 from engine.core.errors import ParcelError
+from engine.core.kv.imports import Place
 from engine.core.kv.prefix_cache import request_names
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
@@ -215,6 +216,30 @@ def test_an_import_leaves_running_sequences_the_blocks_that_they_may_need(
     finally:
         prefill.engine.stop(0)
         decode.engine.stop(0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"windows": (6,)}], ids=["full attention", "windows"])
+def test_requests_wait_for_blocks_that_an_import_holds(folder: Path, settings: dict[str, Any]) -> None:
+    """One that waits has no room; one that runs alone comes to need more blocks than were left to it."""
+    daemon = Daemon(folder, **settings)
+    places = [Place(0, index) for index in range(48)]
+    try:
+        for asked in (request("waits", PROMPT, max_tokens=4), request("grows", (1, 2, 3), max_tokens=40)):
+            held = daemon.engine.between_steps(
+                lambda scheduler, _: scheduler.kv.imports.begin([b"x" * 32], range(192), places, reserve=2)
+            ).result(PATIENCE_S)
+            daemon.engine.submit(asked)
+            num_steps = -1
+            while num_steps < daemon.runner.num_steps:  # until nothing is planned any more
+                num_steps = daemon.runner.num_steps
+                time.sleep(0.05)
+            assert (asked.request_id, 0) not in daemon.listener.ends
+            daemon.engine.between_steps(lambda scheduler, _, held=held: scheduler.kv.imports.cancel(held))
+            daemon.listener.wait_for(lambda name=asked.request_id: (name, 0) in daemon.listener.ends)
+            assert daemon.listener.said(asked.request_id, 0) == solo(asked, 0)[0]
+    finally:
+        daemon.close()
+    assert not daemon.engine.stats.integrity_failures
 
 
 def test_a_copy_that_fails_leaves_nothing_to_be_found(pair: tuple[Daemon, Daemon]) -> None:
