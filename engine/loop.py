@@ -421,10 +421,11 @@ class Engine:
             self._contents.flush()
 
     def _tell(self, events: StepEvents) -> None:
-        for event in events.ends:
-            self._open.pop((event.request_id, event.choice), None)
-            if self._vision is not None and not self._scheduler.has_spans:
-                self._vision.close()  # who waited for it has left
+        for event in events.entries:
+            if isinstance(event, TokenEvent) and event.finish_reason is not None:
+                self._open.pop((event.request_id, event.choice), None)
+                if self._vision is not None and not self._scheduler.has_spans:
+                    self._vision.close()  # who waited for it has left
         if events.entries and self._deliver is not None:
             self._deliver(events)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from array import array
 from collections import abc
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from engine.core.spans import Span
@@ -204,7 +205,10 @@ class PendingStep(Protocol):
         """Block until the step is done. Called once, in launch order."""
 
 
-@dataclass(slots=True)
+_NONE: Mapping[int, Any] = MappingProxyType({})
+
+
+@dataclass(slots=True, init=False)
 class StepResult(PendingStep):
     """What a step produced, in plan order; the step itself, if it is computed when it is launched.
 
@@ -221,12 +225,26 @@ class StepResult(PendingStep):
     """
 
     token_ids: list[int]
-    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
-    prompt_logprobs: Mapping[int, abc.Sequence[TokenLogprob]] = field(default_factory=dict)
-    pooled: Mapping[int, abc.Sequence[int]] = field(default_factory=dict)
-    errors: Mapping[int, Fault] = field(default_factory=dict)
-    ended: Collection[int] = ()
-    drafted: Mapping[int, Drafted] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenLogprob]
+    prompt_logprobs: Mapping[int, abc.Sequence[TokenLogprob]]
+    pooled: Mapping[int, abc.Sequence[int]]
+    errors: Mapping[int, Fault]
+    ended: Collection[int]
+    drafted: Mapping[int, Drafted]
+
+    def __init__(
+        self,
+        token_ids: list[int],
+        logprobs: Mapping[int, TokenLogprob] = _NONE,
+        prompt_logprobs: Mapping[int, abc.Sequence[TokenLogprob]] = _NONE,
+        pooled: Mapping[int, abc.Sequence[int]] = _NONE,
+        errors: Mapping[int, Fault] = _NONE,
+        ended: Collection[int] = (),
+        drafted: Mapping[int, Drafted] = _NONE,
+    ) -> None:
+        """A dataclass's own would make a new dict for each of five that are nearly always empty."""
+        self.token_ids, self.errors, self.ended, self.drafted = token_ids, errors, ended, drafted
+        self.logprobs, self.prompt_logprobs, self.pooled = logprobs, prompt_logprobs, pooled
 
     def wait(self) -> StepResult:
         return self

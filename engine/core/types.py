@@ -305,15 +305,14 @@ class TokenEvent(NamedTuple):
 _make = tuple.__new__
 
 
-@dataclass(frozen=True, slots=True)
-class PlainTokens:
+class PlainTokens(NamedTuple):
     """One token each of sequences that go on: events that say no more. The lists never change."""
 
     choices: Sequence[tuple[str, int]]  # (request id, choice)
     token_ids: Sequence[int]
     indices: range  # in both
 
-    def __iter__(self) -> Iterator[TokenEvent]:
+    def events(self) -> Iterator[TokenEvent]:
         for index in self.indices:
             # A NamedTuple's own constructor is a Python function and costs 150 ns more.
             token_ids = (self.token_ids[index],)
@@ -339,19 +338,12 @@ class StepEvents:
             if isinstance(entry, TokenEvent):
                 yield entry
             else:
-                yield from entry
+                yield from entry.events()
 
     def is_plain(self, num_tokens: int) -> bool:
         """Return whether these are so many tokens of sequences that go on, and nothing else."""
         entries = self.entries
         return len(entries) == 1 and isinstance(entries[0], PlainTokens) and len(entries[0].indices) == num_tokens
-
-    @property
-    def ends(self) -> Iterator[TokenEvent]:
-        """Return the terminal events."""
-        for entry in self.entries:
-            if isinstance(entry, TokenEvent) and entry.finish_reason is not None:
-                yield entry
 
 
 class Progress(NamedTuple):

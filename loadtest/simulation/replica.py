@@ -161,8 +161,9 @@ class Replica:
         num_ended = sum(self.stats.finished.values())
         if num_ended != self._num_ended:
             self._num_ended = num_ended
-            for event in events.ends:
-                self._on_finish(event)
+            for event in events:
+                if event.finish_reason is not None:
+                    self._on_finish(event)
         if self.now >= self._next_sample_s:
             self._next_sample_s = self.now + self._sample_every_s
             self.samples.append(self._sample())

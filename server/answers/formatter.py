@@ -105,7 +105,7 @@ class ChunkFormatter(ResponseFormatter):
         """Return the chunks of a delta. `usage` is given if the client wants it."""
 
     def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:
-        frames = list[bytes]()
+        frames: list[bytes] = []
         for index, delta in news:
             if self._varies or (text := delta.text_alone) is None:
                 shown = self._shown(usage() if self._counts_often else None)

@@ -219,27 +219,29 @@ class AnswerLog:
 
     def observe(self, event: Event) -> None:
         """Write the line of an HttpAnswered."""
-        if not isinstance(event, HttpAnswered):
-            return
-        level = logging.INFO if event.is_notable else logging.DEBUG
-        if not logger.isEnabledFor(level) or (event.status >= 400 and not self._refusals.take()):
-            return
-        fields = {} if event.record is None else event.record.log_fields(event.status)
-        if event.caller is not None and event.caller.tenant is not None:
-            fields["tenant"] = event.caller.tenant
-        shown = "".join(f", {name} {value}" for name, value in fields.items())
-        if event.status >= 400 and event.caller is not None:
-            fields["path"] = event.caller.path
-            shown += f", path {event.caller.path}"
-        if event.error is not None:
-            fields |= {"code": event.error.code, "error": event.error.logged}
-            shown += f", {event.error.code}: {event.error.logged}"
-        words = (event.method, event.route, event.status, event.seconds, event.request_id, shown)
-        named = {"request_id": event.request_id, "route": event.route, "status": event.status}
-        extra = {**named, "seconds": round(event.seconds, 3), **fields}
-        if event.span is not None:
-            extra["trace_id"] = f"{event.span.get_span_context().trace_id:032x}"
-        logger.log(level, "%s %s %d in %.3f s, request %r%s", *words, extra=extra)
+        if isinstance(event, HttpAnswered):
+            level = logging.INFO if event.is_notable else logging.DEBUG
+            if logger.isEnabledFor(level) and (event.status < 400 or self._refusals.take()):
+                _log(event, level)
+
+
+def _log(event: HttpAnswered, level: int) -> None:
+    fields = {} if event.record is None else event.record.log_fields(event.status)
+    if event.caller is not None and event.caller.tenant is not None:
+        fields["tenant"] = event.caller.tenant
+    shown = "".join(f", {name} {value}" for name, value in fields.items())
+    if event.status >= 400 and event.caller is not None:
+        fields["path"] = event.caller.path
+        shown += f", path {event.caller.path}"
+    if event.error is not None:
+        fields |= {"code": event.error.code, "error": event.error.logged}
+        shown += f", {event.error.code}: {event.error.logged}"
+    words = (event.method, event.route, event.status, event.seconds, event.request_id, shown)
+    named = {"request_id": event.request_id, "route": event.route, "status": event.status}
+    extra = {**named, "seconds": round(event.seconds, 3), **fields}
+    if event.span is not None:
+        extra["trace_id"] = f"{event.span.get_span_context().trace_id:032x}"
+    logger.log(level, "%s %s %d in %.3f s, request %r%s", *words, extra=extra)
 
 
 def _is_anthropic(path: str, headers: Headers) -> bool:

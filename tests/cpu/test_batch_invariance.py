@@ -18,9 +18,9 @@ from engine.core.budget import Costs, Load, StepTime
 from engine.core.rows import Rows
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
-from engine.core.step import StepPlan
+from engine.core.step import StepPlan, StepResult
 from engine.runtime.attention.cpu_native import CpuNativeAttention
-from engine.runtime.execution.plain_steps import PlainStep, PlainSteps
+from engine.runtime.execution.plain_steps import PlainSteps
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
@@ -124,11 +124,11 @@ def know(times: StepTime, load: Load, seconds: float) -> None:
     times.costs, times._num_chunks = Costs(fixed_s=0.01, decode_s=0.001, token_s=0.002), 100
 
 
-def noting(computed: list[StepPlan]) -> Callable[[PlainSteps, StepPlan, Rows], PlainStep]:
+def noting(computed: list[StepPlan]) -> Callable[[PlainSteps, StepPlan, Rows], StepResult]:
     """PlainSteps.compute, which notes its plans."""
     compute = PlainSteps.compute
 
-    def note(steps: PlainSteps, plan: StepPlan, rows: Rows) -> PlainStep:
+    def note(steps: PlainSteps, plan: StepPlan, rows: Rows) -> StepResult:
         computed.append(plan)
         return compute(steps, plan, rows)
 
@@ -200,7 +200,7 @@ def test_of_a_plain_step_the_row_that_is_not_finite_fails_alone(model: CausalLM)
         blocks = blocks or list(scheduler.running[0].kv.tables[0][:5])
         runner.blocks[0][blocks if plan.slots else []] = torch.nan
         step = runner.run(plan)
-        assert isinstance(step, PlainStep)
+        assert isinstance(step, StepResult)
         served.take(scheduler.commit(plan, step.wait(), 0.0))
     assert served.ids == {("300", 0): well.ids["300", 0][:1], ("400", 0): well.ids["400", 0]}
     error = served.events["300", 0][-1].error

@@ -305,7 +305,7 @@ def test_drafts_are_counted_by_their_place() -> None:
     config = replace(CONFIG, num_speculative_tokens=3)
     engine = Engine(Scheduler(config), FakeRunner(config, acceptance=1.0), EngineFacts(512))
     ended = threading.Event()
-    engine.start(lambda events: ended.set() if any(events.ends) else None)
+    engine.start(lambda events: ended.set() if any(event.finish_reason for event in events) else None)
     params = SamplingParams(max_tokens=9, temperature=0.0)  # one behind the prompt, and twice four
     engine.submit(Request(request_id="r", prompt=(1, 2), params=params, arrival_s=engine.clock()))
     assert ended.wait(PATIENCE_S)

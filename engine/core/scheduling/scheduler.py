@@ -219,7 +219,8 @@ class Scheduler:
         a beam of a search whose other beams are.
         """
         catching_up: list[Sequence] = []
-        positions, skipped = step.positions, set[Sequence]()
+        skipped: set[Sequence] = set()
+        positions = step.positions
         for seq in due:
             start = seq.num_planned
             if start >= seq.fast_path_until and not self._is_ready(seq, catching_up, step):

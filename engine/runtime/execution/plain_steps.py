@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from ctypes import addressof, c_bool, c_int64, memmove
+from ctypes import addressof, c_char, memmove
 from itertools import compress, count
 
 from engine.core.config import SchedulerConfig
@@ -43,7 +43,11 @@ class PlainSteps:
         num_slots = config.max_num_seqs
         self._library, self._model, self._pool = library, model, pool
         self._others = set[int]()  # slots of rows that are not plain
-        self._draws, self._ids, self._are_finite = (Draw * num_slots)(), (c_int64 * num_slots)(), (c_bool * num_slots)()
+        self._draws, self._ids, self._are_finite = (
+            (Draw * num_slots)(),
+            array("q", [0]) * num_slots,
+            bytearray(num_slots),
+        )
         shared = {
             addressof(layer.attend): StepGroup(addressof(layer.store), addressof(layer.attend), group)
             for layer, group in zip(pool, groups, strict=True)
@@ -64,8 +68,8 @@ class PlainSteps:
             width=tables.width,
             block_size=config.block_size,
             state_blocks=config.state_blocks,
-            ids=addressof(self._ids),
-            is_finite=addressof(self._are_finite),
+            ids=self._ids.buffer_info()[0],
+            is_finite=addressof(c_char.from_buffer(self._are_finite)),
         )
 
     def follow(self, rows: Iterable[RowStart]) -> None:
@@ -91,19 +95,19 @@ class PlainSteps:
     def compute(self, plan: StepPlan, rows: Rows) -> StepResult:
         """Compute a step, all steps before which are known."""
         args, drawn = self._args, rows.texts(plan.slots)
-        numbers, known = array("q", plan.slots + plan.positions), [text[-1] for text in drawn]
+        numbers, known = [*plan.slots, *plan.positions], [text[-1] for text in drawn]
         for chunk in plan.chunks:
             [text] = rows.texts((chunk.slot,))
-            numbers.extend((chunk.slot, chunk.start, chunk.num_tokens, len(chunk.samples)))
+            numbers += chunk.slot, chunk.start, chunk.num_tokens, len(chunk.samples)
             known += text[chunk.start : chunk.start + chunk.num_tokens]
             if chunk.samples:
                 drawn.append(text)
-        numbers.extend(known)
-        args.numbers, args.num_decodes, args.num_chunks = numbers.buffer_info()[0], len(plan.slots), len(plan.chunks)
+        sent = array("q", numbers + known)
+        args.numbers, args.num_decodes, args.num_chunks = sent.buffer_info()[0], len(plan.slots), len(plan.chunks)
         args.decoder = self._model.decoder.bound_to(self._pool)
         self._library.step(args)
-        result, are_finite = StepResult(self._ids[: len(drawn)]), self._are_finite[: len(drawn)]
-        if not all(are_finite):
+        result, are_finite = StepResult(self._ids[: len(drawn)].tolist()), self._are_finite[: len(drawn)]
+        if 0 in are_finite:
             drawing = compress(count(), [True] * len(plan.slots) + [bool(chunk.samples) for chunk in plan.chunks])
             result.errors = {index: NOT_FINITE for index, good in zip(drawing, are_finite, strict=True) if not good}
         for text, token in zip(drawn, result.token_ids, strict=True):
