@@ -331,7 +331,8 @@ class Engine:
 
     def _step(self, events: StepEvents) -> None:
         """Launch a step, commit the oldest."""
-        events.entries += self._scheduler.drop_hopeless(self.clock())
+        if self._scheduler.deadlines is not None:
+            events.entries += self._scheduler.drop_hopeless(self.clock())
         self._image_s = 0.0
         plan = self._scheduler.plan(self.clock()) if not self._launched or self._has_room() else None
         if plan is not None:

@@ -162,7 +162,7 @@ def test_requests_that_left_long_ago_are_not_kept() -> None:
     for index in range(500):
         world.add(f"r{index}", 3, 1, deadline_s=86_400.0)
         world.step()
-    deadlines = world.driver.scheduler._deadlines
+    deadlines = world.driver.scheduler.deadlines
     assert deadlines is not None
     assert len(deadlines._heap) < 100
 

@@ -47,7 +47,7 @@ class Scheduler:
         self.tiers = self.kv.tiers
         self._recorder = StatsRecorder(config, self.stats, self.kv)
         self._queue = RunningQueue(self._recorder, config)
-        self._deadlines: Deadlines | None = None  # from the first request with a deadline on
+        self.deadlines: Deadlines | None = None  # from the first request with a deadline on
         self._in_flight: deque[InFlightStep] = deque()
         has_drafts = config.num_speculative_tokens > 0
         self._drafts = DraftPlanner(config, self.kv, self.stats) if has_drafts else None
@@ -102,13 +102,13 @@ class Scheduler:
         self._queue.num_with_spans += bool(request.spans)
         self._queue.enqueue(seq, is_parked=self.kv.prefetch(seq))
         if request.deadline_s is not None or request.max_queue_s is not None:
-            self._deadlines = self._deadlines or Deadlines(self.kv, self._budget.times, self.config)
-            self._deadlines.watch(seq)
+            self.deadlines = self.deadlines or Deadlines(self.kv, self._budget.times, self.config)
+            self.deadlines.watch(seq)
 
     def drop_hopeless(self, now: float) -> list[TokenEvent]:
         """End the waiting requests that can no longer meet their deadline; called before each plan."""
         events: list[TokenEvent] = []
-        for seq, target, error in () if self._deadlines is None else self._deadlines.take_hopeless(now):
+        for seq, target, error in () if self.deadlines is None else self.deadlines.take_hopeless(now):
             self._recorder.dropped(seq, target)
             events += self._output.end(seq, FinishReason.DROPPED, now, error=error)
         return events

@@ -190,10 +190,10 @@ class ModelRunner:
         is_observed = self.heads is not None and not (self.heads.is_idle and plan.slots)  # a prompt ends its idle time
         if is_observed or not plain.takes(plan):
             return self._launch(plan, changes, batches)
-        if self._drafter is None:
-            self._rows.begin(plan)
-        else:
+        if self._drafter is not None:
             self._drafter.draft(plan, self._rows.follow(plan))
+        elif plan.rows or plan.ids:
+            self._rows.begin(plan)
         while self._launched:
             self._launched.popleft().wait()
         return plain.compute(plan, self._rows)
