@@ -325,10 +325,7 @@ class Scheduler:
             self._leaders.append(seq)
 
     def _claim(self, seq: Sequence, step: InFlightStep) -> bool:
-        """Allocate slots and blocks for a waiting sequence; returns whether that succeeded.
-
-        Background work is preempted for it, and so are the policy's victims, if they free enough.
-        """
+        """Allocate slots and blocks for a waiting sequence; returns whether that succeeded."""
         running = self._queue.running
         if any(parked.kv.is_fetched_again for parked in self._queue.parked):
             return False  # its place is before this one
@@ -336,26 +333,30 @@ class Scheduler:
         if ahead and not self.kv.has_room_for([seq, *ahead], reserve=len(running)):
             return False  # their places are, too
         while (loads := self.kv.allocate(seq, reserve=len(running))) is None:
-            if seq.kv.is_fetched_again:
-                self._queue.park(seq)
+            if not self._make_way(seq, step):
                 return False
-            if self._output.num_leaving:
-                return False  # the next commit frees blocks
-            # A sequence that started in this plan and loads blocks is no victim: the two could preempt each other forever.
-            victims = [victim for victim in self._queue.takeable(seq) if victim not in step.arrivals]
-            if victims and not victims[0].is_background:
-                victims = self.kv.enough(victims, seq, len(running))
-                self.stats.yielded += len(victims)
-            else:
-                victims = victims[:1]
-            if not victims:
-                return False
-            for victim in victims:
-                if victim.status in (Status.PREFILL, Status.RUNNING):  # else it was preempted with another beam
-                    self._output.preempt(victim)
         if loads:
             step.add_loads(seq, loads)
         return True
+
+    def _make_way(self, seq: Sequence, step: InFlightStep) -> bool:
+        """Preempt background work for a waiting sequence, or the policy's victims if they free enough; False if it must wait."""
+        if seq.kv.is_fetched_again:
+            self._queue.park(seq)
+            return False
+        if self._output.num_leaving:
+            return False  # the next commit frees blocks
+        # A sequence that started in this plan and loads blocks is no victim: the two could preempt each other forever.
+        victims = [victim for victim in self._queue.takeable(seq) if victim not in step.arrivals]
+        if victims and not victims[0].is_background:
+            victims = self.kv.enough(victims, seq, len(self._queue.running))
+            self.stats.yielded += len(victims)
+        else:
+            victims = victims[:1]
+        for victim in victims:
+            if victim.status in (Status.PREFILL, Status.RUNNING):  # else it was preempted with another beam
+                self._output.preempt(victim)
+        return bool(victims)
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
