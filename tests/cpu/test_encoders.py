@@ -299,6 +299,16 @@ def test_short_texts_pass_beside_a_long_one_that_has_paused(
         assert alone(*shorts[:3]) == wanted
     assert finish(plan, step) == [wanted_long]
     assert alone() == [wanted_long]
+    for num_pauses in range(1, 40):  # then it goes on to its end: also from within what prepares its attention
+        add(long, "long")
+        plan = scheduler.plan(0.0)
+        step = runner.run(plan)
+        for _ in range(num_pauses):
+            step.advance(0.0)
+        assert alone(shorts[0]) == wanted[:1]
+        result = step.wait()
+        scheduler.commit(plan, result, 0.0)
+        assert [*result.pooled.values()] == [wanted_long], num_pauses
     engine.stop(0.0)
 
 

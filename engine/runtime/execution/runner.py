@@ -246,8 +246,8 @@ class ModelRunner:
         if self._config.whole_step:
             lengths = np.repeat(np.array(packet.contexts, np.int32), packet.query_lens)
             batch.ends = to_device(lengths, torch.int32, self._device)
+        batches.batch = batch  # before it is prepared: a step may pause there, too
         self._kv_cache.prepare(batch)
-        batches.batch = batch
         heads = None if self.heads is None or self.heads.is_idle else self.heads
         returns_all = packet.keeps_all or (heads is not None and heads.needs_all)
         streams = None if heads is None else heads.new_streams(batch.ids)
