@@ -12,7 +12,7 @@ from engine.runtime.attention import BACKENDS, table
 from engine.runtime.attention.backend import AttentionBackend, Batch
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import SMALLEST_PEAK, AttentionSpec, from_pool, pool_shape, to_pool
-from engine.runtime.native.library import native
+from engine.runtime.native.library import Library, native
 from tests.reference_attention import dense_attention
 
 CPU = torch.device("cpu")
@@ -218,6 +218,40 @@ def test_an_int8_pool(name: str, spec: AttentionSpec, steps: list, dtype: torch.
     ):
         expected = [dense_attention(spec, queries[s][i:], k[s], v[s], i) for s, (i, _) in enumerate(steps)]
         torch.testing.assert_close(out, torch.cat(expected), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_int8_pool_loses_no_more_than_its_rounding(library: Library, dtype: torch.dtype, head_dim: int) -> None:
+    """With a key that takes most of the weight, whose value is small, and queries with a large number; and NaN is seen."""
+    torch.manual_seed(4)
+    assert native() is library
+    spec, steps = AttentionSpec(6, 2, head_dim, head_dim**-0.5), [(299, 1), (140, 60), (0, 17)]
+    pools = Pools(load_backend("cpu_native", CPU), spec, 16, torch.int8)
+    tables, (keys, values) = make_tables(steps, 16, is_scattered=True), make_rows(spec, steps)
+    queries = [torch.randn(num, 6, head_dim) for _, num in steps]
+    for q, k, v in zip(queries, keys, values, strict=True):
+        q[:, :, 5] = 40
+        k[:, :, 5] *= 0.02
+        k[0], v[0] = q[-1].unflatten(0, (2, 3)).mean(1) * 0.03, v[0] / 50
+    queries, keys, values = ([x.to(dtype) for x in xs] for xs in (queries, keys, values))
+    pools.run([torch.zeros(start, 6, head_dim, dtype=dtype) for start, _ in steps[:2]], keys[:2], values[:2],
+              [(0, start) for start, _ in steps[:2]], tables[:2])  # fmt: skip
+    out = pools.run(queries, keys, values, steps, tables)
+    rounded = [[from_pool(to_pool(x, torch.int8), torch.float64) for x in xs] for xs in (keys, values)]
+    expected = [
+        dense_attention(spec, q.double(), k, v, start)
+        for q, k, v, (start, _) in zip(queries, *rounded, steps, strict=True)
+    ]
+    tolerance = 6e-4 if dtype is torch.float16 else 6e-3
+    torch.testing.assert_close(out.double(), torch.cat(expected), atol=tolerance, rtol=tolerance)
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        for rows in (queries, keys, values):
+            rows[1][-1, 1, 7], whole = broken, rows[1][-1, 1, 7].item()
+            out = pools.run(queries, keys, values, steps, tables)
+            assert out[60].isnan().any()
+            assert torch.cat([out[:1], out[61:]]).isfinite().all()
+            rows[1][-1, 1, 7] = whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

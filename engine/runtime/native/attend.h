@@ -22,6 +22,7 @@ struct scratch {
     float *rows;   /* queries in the kernel's layout, by strips of rows: [lanes][rows of the strip] */
     float *scores; /* [BLOCK_ROWS][CHUNK] scores, then weights */
     float *fade;   /* [R] */
+    float *query_units, *weight_units; /* [R], of rows of integers */
     struct state span, joined; /* of the current span, of all spans so far */
     struct copies copies;
     size_t num_rows, strip_rows; /* of the task; of each strip but the last */
@@ -39,7 +40,7 @@ INLINE size_t room_for_rows(const struct attend_args *a) { return ROWS + (size_t
 
 size_t attend_scratch(const struct attend_args *a) {
     size_t dim = (size_t)a->pool.head_dim;
-    return (room_for_rows(a) * (3 * dim + 3 + 2 * W) + BLOCK_ROWS * CHUNK + (2 * CHUNK + TILE / 2) * dim + 2 * CHUNK) *
+    return (room_for_rows(a) * (3 * dim + 5 + 2 * W) + BLOCK_ROWS * CHUNK + (2 * CHUNK + TILE / 2) * dim + 2 * (CHUNK + TILE)) *
            sizeof(float);
 }
 
@@ -49,7 +50,7 @@ static struct scratch carve(const struct attend_args *a, float *at) {
     s.scores = at, at += BLOCK_ROWS * CHUNK;
     s.copies.tiles = (uint32_t *)at, at += 2 * CHUNK * dim;
     s.copies.raw = (char *)at, at += TILE / 2 * dim;
-    s.copies.scales = at, at += 2 * CHUNK;
+    s.copies.scales = at, at += 2 * (CHUNK + TILE);
     s.rows = at, at += rows * dim;
     s.span.sums = at, at += rows * dim;
     s.joined.sums = at, at += rows * dim;
@@ -57,7 +58,9 @@ static struct scratch carve(const struct attend_args *a, float *at) {
     s.joined.mass = at, at += rows * W;
     s.span.peak = at, at += rows;
     s.joined.peak = at, at += rows;
-    s.fade = at;
+    s.fade = at, at += rows;
+    s.query_units = at, at += rows;
+    s.weight_units = at;
     s.shapes = (struct tile_shapes){0};
     return s;
 }
@@ -93,6 +96,45 @@ INLINE struct view query_of(const struct attend_args *a, const struct attend_tas
     return (struct view){(void *)a->q, (size_t)(token * a->q_stride + head * query_dim_of(&a->pool)), (enum dtype)a->pool.dtype};
 }
 
+/* The larger of magnitudes, lane by lane: of their bits, by which a NaN is larger than any number. */
+INLINE vf larger(vf a, vf b) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    return (vf)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#elif defined(X86_INTRINSICS)
+    return (vf)_mm256_max_epu32((__m256i)a, (__m256i)b);
+#else
+    return select_f(COMPARE((vu)a, >, (vu)b), a, b);
+#endif
+}
+
+/* The unit of a row of numbers that become 16-bit integers, from their largest magnitudes: the power of two by which the
+ * largest is at least 2^14, and at most 32767 when it is rounded. NaN if one is NaN, or infinite. */
+INLINE float unit_of(vf magnitudes) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    vu bits = splat_u(_mm512_reduce_max_epu32((__m512i)magnitudes));
+#else
+    vu bits = (vu)magnitudes;
+    for (int i = 1; i < W; i++) bits[0] = bits[i] > bits[0] ? bits[i] : bits[0];
+#endif
+    float peak = ((vf)bits)[0], more = (peak < 0x1p-100f ? 0x1p-100f : peak) * 1.0001f;
+    return ((vf)((vu)splat(more) & 0x7f800000))[0] * 0x1p-14f + (peak - peak);
+}
+
+/* W numbers in this unit's inverse, as 16-bit integers. */
+INLINE void put_int16(vf x, float inverse, char *to) {
+    vh halves = __builtin_convertvector((vu)(x * inverse + 12582912.f), vh);
+    memcpy(to, &halves, sizeof halves);
+}
+
+/* A row of `dim` numbers as 16-bit integers; returns their unit. */
+static float round_query(struct view q, int64_t dim, char *to) {
+    vf most = splat(0);
+    for (int64_t d = 0; d < dim; d += W) most = larger((vf)((vu)get(q, d, dim) & 0x7fffffff), most);
+    float unit = unit_of(most);
+    for (int64_t d = 0; d < dim; d += W) put_int16(get(q, d, dim), 1.f / unit, to + d * 2);
+    return unit;
+}
+
 /* Load the task's query rows. */
 INLINE void load_rows(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
     int64_t dim = a->pool.head_dim, query_dim = query_dim_of(&a->pool);
@@ -105,7 +147,11 @@ INLINE void load_rows(const struct attend_args *a, const struct attend_task *tas
         for (size_t r = 0; r < num; r++) {
             struct view q = query_of(a, task, (int64_t)(begin + r));
             from[r] = (const float *)((const uint16_t *)a->q + q.at);
-            if (kind != KIND_BF16_DOT || query_dim < dim) {
+            if (kind == KIND_INT16) {
+                char *rounded = (char *)(s->span.sums + r * (size_t)dim);
+                s->query_units[begin + r] = round_query(q, dim, rounded);
+                from[r] = (const float *)rounded;
+            } else if (kind != KIND_BF16_DOT || query_dim < dim) {
                 float *wide = s->span.sums + r * (size_t)dim;
                 spread_query(&a->pool, q, wide, kind == KIND_BF16_DOT ? DT_BF16 : DT_F32);
                 from[r] = wide;
@@ -146,8 +192,8 @@ INLINE float highest(const struct attend_args *a, const struct chunk *chunk, flo
 
 /* 2^x for x <= 0, as precisely as weights are multiplied: to 8e-5 where they become bfloat16. */
 INLINE vf weight_f(vf x, enum kind kind) {
-#if defined(BF16_DOT) && defined(X86_INTRINSICS)
-    if (kind == KIND_BF16_DOT) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    if (kind == KIND_BF16_DOT || kind == KIND_INT16) {
         /* x - floor(x), 0 for -inf */
         vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
         vf p = 0.22606716f + f * 0.07802452f;
@@ -160,12 +206,14 @@ INLINE vf weight_f(vf x, enum kind kind) {
 }
 
 /* Scores of a row become weights; returns their sum, not yet summed across. */
-INLINE vf weights_of(float *row, size_t columns, float bits, float top, const float *v_scales, enum kind kind) {
+INLINE vf weights_of(float *row, size_t columns, float bits, float top, const float *v_scales, float *unit, enum kind kind) {
     vf mass = splat(0);
+    vf most = splat(0);
     for (size_t c = 0; c < columns; c += 2 * W) {
         vf p = weight_f(load_f(row + c) * bits - top, kind), q = weight_f(load_f(row + c + W) * bits - top, kind);
         mass += p + q;
         if (v_scales) p *= load_f(v_scales + c), q *= load_f(v_scales + c + W);
+        if (kind == KIND_INT16) most = larger(larger(p, q), most);
 #ifdef BF16_DOT
         if (kind == KIND_BF16_DOT) { /* in place: two vectors shrink to one */
             vu both = narrow_both(p, q);
@@ -175,6 +223,10 @@ INLINE vf weights_of(float *row, size_t columns, float bits, float top, const fl
 #endif
         store_f(row + c, p);
         store_f(row + c + W, q);
+    }
+    if (kind == KIND_INT16) {
+        *unit = unit_of(most);
+        for (size_t c = 0; c < columns; c += W) put_int16(load_f(row + c), 1.f / *unit, (char *)row + c * 2);
     }
     return mass;
 }
@@ -208,7 +260,8 @@ __attribute__((noinline)) static void soften(const struct attend_args *a, struct
     store_f(s->span.peak + r, top);
     for (size_t i = 0; i < num; i++) {
         float *mass = s->span.mass + (r + i) * W;
-        vf sum = weights_of(s->scores + i * CHUNK, columns, bits, s->span.peak[r + i], chunk->v_scales, kind);
+        vf sum = weights_of(s->scores + i * CHUNK, columns, bits, s->span.peak[r + i], chunk->v_scales,
+                            s->weight_units + r + i, kind);
         store_f(mass, load_f(mass) * s->fade[r + i] + sum);
     }
 }
@@ -235,9 +288,9 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
     for (int64_t key = begin; key < stop; key += CHUNK) {
         int64_t end = key + CHUNK < stop ? key + CHUNK : stop;
         int64_t next_end = end + CHUNK < task->key_end ? end + CHUNK : task->key_end;
-        prefetch_int8(a, task, a->pool.v, key, end);
+        if (kind != KIND_INT16) prefetch_int8(a, task, a->pool.v, key, end);
         struct chunk c = locate(a, task, key, end, &s->copies, read_as);
-        look_ahead(a, task, end, next_end, &c);
+        look_ahead(a, task, end, next_end, &c, kind);
         size_t num_tiles = c.num_tiles;
         for (size_t first = 0; first < s->num_rows; first += block) {
             size_t last = first + block < s->num_rows ? first + block : s->num_rows;
@@ -248,16 +301,16 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
                 const float *rows = s->rows + r * row_floats;
                 float *scores = s->scores + (r - first) * CHUNK;
                 if (kind == KIND_TILES) score_strip_tiles(next - r, rows, &c, dim, scores, &s->shapes);
-                else score_strip(kind, next - r, rows, &c, dim, scores);
+                else score_strip(kind, next - r, rows, s->query_units + r, &c, dim, scores);
             }
-            if (first == 0) prefetch_int8(a, task, a->pool.k, end, next_end);
+            if (first == 0 && kind != KIND_INT16) prefetch_int8(a, task, a->pool.k, end, next_end);
             soften(a, s, &c, first, last - first, key, end, read_as);
             for (size_t r = first; r < last; r = next) {
                 next = r + s->strip_rows < last ? r + s->strip_rows : last;
                 const float *weights = s->scores + (r - first) * CHUNK;
                 float *sums = s->span.sums + r * value_dim;
                 if (kind == KIND_TILES) weigh_strip_tiles(next - r, weights, s->fade + r, sums, &c, value_dim, &s->shapes);
-                else weigh_strip(kind, next - r, weights, s->fade + r, sums, &c, value_dim);
+                else weigh_strip(kind, next - r, weights, s->fade + r, s->weight_units + r, sums, &c, value_dim);
             }
         }
     }
@@ -360,12 +413,15 @@ INLINE void attend_as(const struct attend_args *a, const struct attend_task *tas
         finish_row(a, task, (int64_t)r, s->joined.sums + r * dim, s->joined.peak[r], s->joined.mass + r * W);
 }
 
-/* How scores are multiplied: numbers of an int8 pool are widened to what the queries' type is multiplied in. */
+/* How scores are multiplied. Numbers of an int8 pool are widened to what the queries' type is multiplied in, or to 16 bits, as
+ * which queries and weights of 16-bit types lose less than by their own rounding. */
 void attend(const struct attend_args *a, const struct attend_task *task, void *memory) {
     struct scratch s = carve(a, memory);
     enum kind kind = kind_of((enum dtype)a->pool.dtype);
     if (a->pool.is_int8 && kind < KIND_BF16_DOT) kind = KIND_F32;
-    if (kind == KIND_F32) {
+    if (HAS_INT16 && a->pool.is_int8 && a->pool.v && a->pool.dtype != DT_F32) {
+        attend_as(a, task, &s, KIND_INT16);
+    } else if (kind == KIND_F32) {
         attend_as(a, task, &s, KIND_F32);
     } else if (kind == KIND_F16) {
         attend_as(a, task, &s, KIND_F16);

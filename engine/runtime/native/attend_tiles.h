@@ -17,17 +17,17 @@ INLINE void shape_attention(enum products products, size_t num, size_t rest, str
 }
 
 /* scores [num][t * TILE + i] = row . (tile t, column i), for one or four tiles. Those `ahead`, if any, are fetched meanwhile. */
-INLINE void score_tiles(int T, const char *rows, const uint32_t *const *keys, const uint32_t *const *ahead, size_t stride,
+INLINE void score_tiles(int T, const char *rows, const char *const *keys, const char *const *ahead, size_t stride,
                         size_t dim, float *scores) {
 #define EACH_SUM(do, ...) { do(0, __VA_ARGS__); if (T > 1) { do(1, __VA_ARGS__); do(2, __VA_ARGS__); do(3, __VA_ARGS__); } }
 #define ZERO(t, _) tile_zero(t)
-#define SCORE(t, query, key) tile_load(key, keys[t] + l * stride, stride * 4), tile_dot_bf16(t, query, key)
+#define SCORE(t, query, key) tile_load(key, keys[t] + l * stride * 4, stride * 4), tile_dot_bf16(t, query, key)
 #define STORE(t, _) tile_store(t, scores + t * TILE, CHUNK * 4)
     EACH_SUM(ZERO, )
     for (size_t l = 0; l < dim / 2; l += TILE_ROWS) {
         const size_t lanes = dim / 2 - l < TILE_ROWS ? dim / 2 - l : TILE_ROWS;
         for (int t = 0; ahead && t < T; t++)
-            for (size_t i = l; i < l + lanes; i++) __builtin_prefetch(ahead[t] + i * TILE, 0, 2);
+            for (size_t i = l; i < l + lanes; i++) __builtin_prefetch(ahead[t] + i * TILE_BYTES, 0, 2);
         if (lanes == TILE_ROWS) {
             tile_load(4, rows + l * 4, dim * 2);
             EACH_SUM(SCORE, 4, 6)
@@ -60,11 +60,11 @@ INLINE void weigh_tiles(int D, const float *weights, float *sums, const struct c
     if (d + TILE > dim) { do(4, 6, 0); }                                \
     else { do(0, 7, 0); if (D > 1) { do(1, 7, 1); do(2, 7, 2); do(3, 7, 3); } }
 #define LOAD(sum, value, i) tile_load(sum, sums + d + i * TILE, dim * 4)
-#define WEIGH(sum, value, i) tile_load(value, values + i * TILE, dim * 4), tile_dot_bf16(sum, 5, value)
+#define WEIGH(sum, value, i) tile_load(value, values + i * TILE_BYTES, dim * 4), tile_dot_bf16(sum, 5, value)
 #define STORE(sum, value, i) tile_store(sum, sums + d + i * TILE, dim * 4)
     EACH_SUM(LOAD)
     for (size_t t = 0; t < c->num_tiles; t++) {
-        const uint32_t *values = c->v[t] + d;
+        const char *values = c->v[t] + d * 4;
         const char *ahead = d == 0 ? c->next_k[t] : NULL;
         for (size_t i = 0; ahead && i < dim / 2; i++, ahead += c->lane_stride * 4) __builtin_prefetch(ahead, 0, 2);
         tile_load(5, (const char *)weights + t * TILE * 2, CHUNK * 4);

@@ -90,7 +90,7 @@ _QUICK = (
     "-falign-functions",
 )
 _QUICK_FILES = ("kernels_products.c", "kernels_rows.c")
-_USED_BY = {"vnni": ("kernels_products.c",), "amx": ("kernels_attend.c", "kernels_products.c")}  # others stay the same
+_USED_BY = dict.fromkeys(("vnni", "amx"), ("kernels_attend.c", "kernels_products.c"))  # other files stay the same
 _LONGEST = ("kernels_products.c", "kernels_attend.c", "quant_pack.c", "kernels_rows.c")  # the first to be compiled
 _COMPILERS = ("cc", "gcc", "clang")
 _TIME_LIMIT_S = 300

@@ -3,13 +3,19 @@
  * A tile is read in place if it is inside one block. Otherwise (the context's end, or blocks shorter than a tile) its
  * keys are first copied and padded with zeros, so values beyond a sequence's end are never used.
  * A pool of latents has K alone: a tile of V is a transposed tile of K, made once for all heads.
- * An int8 pool holds numbers from -127 to 127 and a float32 scale a row; its tiles are always widened into copies, to
- * bfloat16 or float32, which hold these numbers exactly. The scales are not multiplied in: K's belong to a column of
- * scores and V's to a column of weights, and there they cost one product a column. */
+ * An int8 pool holds numbers from -127 to 127 and a float32 scale a row. Its tiles are widened into copies, to bfloat16 or
+ * float32, which hold these numbers exactly; where products are of 16-bit integers, they are widened as they are read. The
+ * scales are not multiplied in: K's belong to a column of scores and V's to a column of weights, and there they cost one
+ * product a column. */
 
 /* The layout of a pool's numbers inside a block of one head. */
 struct layout {
     size_t dim, block_size, size, pair, lane; /* size, lane: bytes of a number, and of a `pair` of adjacent ones */
+};
+
+/* Where a key is: its block's first number in K or V, of the task's head, and its place in the block. */
+struct place {
+    size_t at, o;
 };
 
 INLINE struct layout layout_of(const struct pool *p) {
@@ -21,32 +27,50 @@ INLINE struct layout layout_of(const struct pool *p) {
 INLINE size_t v_pair_of(struct layout l) { return l.pair < l.block_size ? l.pair : l.block_size; }
 
 struct chunk {
-    const uint32_t *k[CHUNK / TILE], *v[CHUNK / TILE];
+    const char *k[CHUNK / TILE], *v[CHUNK / TILE];
     size_t num_tiles, num_direct, lane_stride; /* tiles from num_direct on are copies, TILE lanes apart */
     const float *k_scales, *v_scales;          /* [CHUNK], 0 from the last key on; NULL unless the pool is int8 */
     int is_cold;                               /* V is worth fetching while scores are made, */
-    const char *next_k[CHUNK / TILE];          /* and these tiles of K, or NULL, while they are used as weights */
+    const char *next_k[CHUNK / TILE];          /* and these tiles of K, or NULL, while they are used as weights: */
+    size_t num_lines, line_stride;             /* lines for each row of lanes in a tile of V, bytes apart */
 };
 
 /* Where tiles that cannot be read in place are copied to. */
 struct copies {
     uint32_t *tiles; /* K and V of a whole chunk */
     char *raw;       /* a tile of K and one of V as an int8 pool has them */
-    float *scales;   /* [2][CHUNK] */
+    float *scales;   /* [2][CHUNK + TILE] */
 };
 
-INLINE const char *block_at(const struct attend_args *a, const void *base, const struct attend_task *task, int64_t key,
-                            size_t size) {
-    int64_t block = a->block_tables[task->slice * a->table_stride + key / a->pool.block_size];
-    return (const char *)base + size * (size_t)(task->head * a->pool.head_stride + block * a->pool.block_stride);
+/* Block sizes are powers of two: a division takes as long as the products of a lane. */
+INLINE struct place place_of(const struct attend_args *a, const struct attend_task *task, int64_t key) {
+    int64_t size = a->pool.block_size;
+    int64_t block = a->block_tables[task->slice * a->table_stride + (key >> __builtin_ctzll((uint64_t)size))];
+    size_t at = (size_t)(task->head * a->pool.head_stride + block * a->pool.block_stride);
+    return (struct place){at, (size_t)(key & (size - 1))};
+}
+
+INLINE const char *k_at(const struct pool *p, struct layout l, struct place place) {
+    return (const char *)p->k + place.at * l.size + place.o * l.lane;
+}
+
+/* Of a key that begins a tile. */
+INLINE const char *v_at(const struct pool *p, struct layout l, struct place place) {
+    return (const char *)p->v + (place.at + place.o * l.dim) * l.size;
+}
+
+/* Scales lie behind a block's numbers. */
+INLINE const char *scale_at(const void *base, struct layout l, struct place place) {
+    return (const char *)base + place.at + l.block_size * l.dim + place.o * 4;
 }
 
 /* Copy keys [key, end) of a tile into a whole tile of K and one of V, where the tile lies in one block and a lane is
  * four bytes: vectors under a mask, as every decode step ends in a tile like this. */
 INLINE void copy_tile_whole(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
                             struct layout l, char *k_tile, char *v_tile) {
-    size_t num = (size_t)(end - key), o = (size_t)key % l.block_size, row = l.dim * 4, whole = num / l.pair;
-    const char *k = block_at(a, a->pool.k, task, key, l.size) + o * l.lane;
+    size_t num = (size_t)(end - key), row = l.dim * 4, whole = num / l.pair;
+    struct place place = place_of(a, task, key);
+    const char *k = k_at(&a->pool, l, place);
     vu keep[NV], index;
     for (int i = 0; i < W; i++) index[i] = (uint32_t)i;
     UNROLL for (int t = 0; t < NV; t++) keep[t] = (vu)COMPARE(index + (uint32_t)(t * W), <, splat_u((uint32_t)num));
@@ -56,7 +80,7 @@ INLINE void copy_tile_whole(const struct attend_args *a, const struct attend_tas
             memcpy(k_tile + (d * TILE + (size_t)(t * W)) * 4, &lane, sizeof lane);
         }
     if (!a->pool.v) return;
-    const char *v = block_at(a, a->pool.v, task, key, l.size) + o * l.dim * l.size;
+    const char *v = v_at(&a->pool, l, place);
     memcpy(v_tile, v, whole * row);
     memset(v_tile + whole * row, 0, (TILE / l.pair - whole) * row);
     if (num % l.pair)
@@ -75,10 +99,9 @@ static void copy_tile(const struct attend_args *a, const struct attend_task *tas
     memset(k_tile, 0, TILE * l.dim * l.size);
     memset(v_tile, 0, TILE * l.dim * l.size);
     for (size_t i = 0; i < (size_t)(end - key); i++) {
-        size_t o = (size_t)(key + (int64_t)i) % l.block_size;
-        const char *k = block_at(a, a->pool.k, task, key + (int64_t)i, l.size) + o * l.lane;
-        const char *v = block_at(a, a->pool.v ? a->pool.v : a->pool.k, task, key + (int64_t)i, l.size);
-        v += (o / v_pair * l.dim * v_pair + o % v_pair) * l.size;
+        struct place place = place_of(a, task, key + (int64_t)i);
+        const char *k = k_at(&a->pool, l, place), *v = a->pool.v ? a->pool.v : a->pool.k;
+        v += (place.at + place.o / v_pair * l.dim * v_pair + place.o % v_pair) * l.size;
         char *k_to = k_tile + i * l.lane, *v_to = v_tile + (i / l.pair * l.dim * l.pair + i % l.pair) * l.size;
         if (l.size == 1) {
             for (size_t d = 0; d < l.dim / 2; d++) memcpy(k_to + d * TILE * 2, k + d * l.block_size * 2, 2);
@@ -154,16 +177,16 @@ INLINE void widen_v_tile(const char *v, size_t dim, enum kind kind, uint32_t *v_
     }
 }
 
-/* Scales of keys [key, end), which lie behind a block's numbers. Those behind them in the chunk are zero. */
-static void copy_scales(const struct attend_args *a, const struct attend_task *task, const void *base, int64_t key,
+/* Scales of the keys of a tile, zeros from `end` on. */
+INLINE void copy_scales(const struct attend_args *a, const struct attend_task *task, const void *base, int64_t key,
                         int64_t end, float *to) {
     struct layout l = layout_of(&a->pool);
-    memset(to, 0, CHUNK * sizeof(float));
-    for (int64_t num; key < end; key += num, to += num) {
-        int64_t o = key % a->pool.block_size, rest = a->pool.block_size - o;
-        num = rest < end - key ? rest : end - key;
-        memcpy(to, block_at(a, base, task, key, 1) + l.block_size * l.dim + o * 4, (size_t)num * 4);
+    if (end - key >= TILE && l.block_size >= TILE) {
+        memcpy(to, scale_at(base, l, place_of(a, task, key)), TILE * sizeof *to);
+        return;
     }
+    memset(to, 0, TILE * sizeof *to);
+    for (size_t i = 0; i < TILE && key < end; i++, key++) memcpy(to + i, scale_at(base, l, place_of(a, task, key)), sizeof *to);
 }
 
 /* Exchange the middle halves of 64 bits: two keys' lanes, of two dimensions each, become two dimensions' lanes. */
@@ -218,33 +241,34 @@ INLINE struct chunk locate(const struct attend_args *a, const struct attend_task
     struct layout l = layout_of(&a->pool);
     struct chunk c = {.num_tiles = (size_t)(end - key + TILE - 1) / TILE};
     size_t tile_bytes = TILE * l.dim * l.size, tile_lanes = TILE * l.dim / pair_of(kind);
-    int is_int8 = a->pool.is_int8, is_split = l.block_size < TILE;
-    c.lane_stride = is_split || is_int8 ? TILE : l.block_size;
+    int is_int8 = a->pool.is_int8, is_split = l.block_size < TILE, is_widened = is_int8 && kind != KIND_INT16;
+    c.lane_stride = is_split || is_widened ? TILE : l.block_size;
     c.num_direct = is_split || is_int8 ? c.num_tiles : (size_t)(end - key) / TILE;
-    if (is_int8) {
-        copy_scales(a, task, a->pool.k, key, end, copies->scales);
-        c.k_scales = c.v_scales = copies->scales;
-        if (a->pool.v) {
-            copy_scales(a, task, a->pool.v, key, end, copies->scales + CHUNK);
-            c.v_scales = copies->scales + CHUNK;
-        }
-    }
+    float *k_scales = copies->scales, *v_scales = a->pool.v ? k_scales + CHUNK + TILE : k_scales;
+    if (is_int8) c.k_scales = k_scales, c.v_scales = v_scales;
+    if (is_int8) /* those of a vector's rest */
+        for (size_t i = 0; i < TILE; i++) k_scales[c.num_tiles * TILE + i] = v_scales[c.num_tiles * TILE + i] = 0;
     for (size_t t = 0; t < c.num_tiles; t++, key += TILE) {
         uint32_t *k_tile = copies->tiles + t * 2 * tile_lanes, *v_tile = k_tile + tile_lanes;
-        size_t o = (size_t)key % l.block_size, k_stride = l.block_size * l.lane;
+        size_t k_stride = l.block_size * l.lane;
+        if (is_int8) {
+            copy_scales(a, task, a->pool.k, key, end, k_scales + t * TILE);
+            if (a->pool.v) copy_scales(a, task, a->pool.v, key, end, v_scales + t * TILE);
+        }
         const char *k = NULL, *v = NULL;
         if (!is_split && (is_int8 || t < c.num_direct)) { /* int8 is finite, whatever it is, and the scales are zero */
-            k = block_at(a, a->pool.k, task, key, l.size) + o * l.lane;
-            if (a->pool.v) v = block_at(a, a->pool.v, task, key, l.size) + o * l.dim * l.size;
+            struct place place = place_of(a, task, key);
+            k = k_at(&a->pool, l, place);
+            if (a->pool.v) v = v_at(&a->pool, l, place);
         } else {
-            char *to = is_int8 ? copies->raw : (char *)k_tile;
+            char *to = is_widened ? copies->raw : (char *)k_tile;
             copy_tile(a, task, key, end < key + TILE ? end : key + TILE, to, to + tile_bytes);
             k = to, v = to + tile_bytes, k_stride = TILE * l.lane;
         }
-        if (is_int8) {
+        if (is_widened) {
             widen_k_tile(k, k_stride, l.dim, kind, k_tile);
             if (a->pool.v) widen_v_tile(v, l.dim, kind, v_tile);
-            k = (const char *)k_tile, k_stride = TILE * 4;
+            k = (const char *)k_tile, v = (const char *)v_tile, k_stride = TILE * 4;
         }
         if (!a->pool.v) {
             size_t dim = (size_t)value_dim_of(&a->pool);
@@ -252,8 +276,7 @@ INLINE struct chunk locate(const struct attend_args *a, const struct attend_task
             else transpose_tile((const uint32_t *)k, k_stride / 4, dim, 2, v_tile);
             v = (const char *)v_tile;
         }
-        c.k[t] = is_int8 ? k_tile : (const uint32_t *)k;
-        c.v[t] = is_int8 ? v_tile : (const uint32_t *)v;
+        c.k[t] = k, c.v[t] = v;
     }
     return c;
 }
@@ -267,13 +290,19 @@ INLINE int is_fetching(const struct attend_args *a, const struct attend_task *ta
 /* Prefetch during the chunk: its V, and K of [key, end). Line by line between products, because lines requested in a
  * burst wait for one another, and the products wait for them. */
 INLINE void look_ahead(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
-                       struct chunk *c) {
+                       struct chunk *c, enum kind kind) {
     struct layout l = layout_of(&a->pool);
-    c->is_cold = is_fetching(a, task) && !a->pool.is_int8;
+    c->is_cold = is_fetching(a, task) && (!a->pool.is_int8 || kind == KIND_INT16);
+    size_t lane_stride = l.block_size * l.lane;
+    c->line_stride = lane_stride < 64 ? 64 : lane_stride, c->num_lines = l.dim / TILE * lane_stride / c->line_stride;
     for (size_t t = 0; t < CHUNK / TILE; t++, key += TILE) {
-        size_t o = (size_t)key % l.block_size;
-        int is_whole = c->is_cold && key + TILE <= end;
-        c->next_k[t] = is_whole ? block_at(a, a->pool.k, task, key, l.size) + o * l.lane : NULL;
+        c->next_k[t] = NULL;
+        if (!c->is_cold || key + TILE > end) continue;
+        struct place place = place_of(a, task, key);
+        c->next_k[t] = k_at(&a->pool, l, place);
+        if (!a->pool.is_int8) continue;
+        __builtin_prefetch(scale_at(a->pool.k, l, place), 0, 2);
+        __builtin_prefetch(scale_at(a->pool.v, l, place), 0, 2);
     }
 }
 
@@ -285,10 +314,10 @@ INLINE void prefetch_int8(const struct attend_args *a, const struct attend_task 
     int is_key = base == a->pool.k;
     size_t run = is_key && l.block_size > TILE ? TILE * l.lane : TILE * l.dim; /* bytes that lie together */
     for (; key + TILE <= end; key += TILE) {
-        size_t o = (size_t)key % l.block_size;
-        const char *block = block_at(a, base, task, key, 1), *tile = block + o * (is_key ? l.lane : l.dim);
+        struct place place = place_of(a, task, key);
+        const char *tile = (const char *)base + place.at + place.o * (is_key ? l.lane : l.dim);
         for (size_t r = 0; r < TILE * l.dim / run; r++)
             for (size_t i = 0; i < run; i += 64) __builtin_prefetch(tile + r * l.block_size * l.lane + i, 0, 2);
-        __builtin_prefetch(block + l.block_size * l.dim + o * 4, 0, 2);
+        __builtin_prefetch(scale_at(base, l, place), 0, 2);
     }
 }

@@ -36,6 +36,7 @@ enum {
 
 /* One layer's K and V pool. Strides count elements. In an int8 pool a block of one head is followed by a float32 scale
  * for each of its keys; K and V are laid out as those of two bytes are, a lane being two bytes there.
+ * Block sizes are powers of two.
  * A pool of latents has no V: a value is the first `value_dim` numbers of its key. In int8 the other numbers of a key, which
  * may be far larger, are 16-bit integers of the same scale: all low bytes, signed, then all high bytes. */
 SHARED struct pool {

@@ -35,6 +35,12 @@
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define VNNI_DOT /* products of bytes */
 #endif
+#if defined(X86_INTRINSICS) && !defined(TILES)
+#define INT16_DOT /* products of pairs of 16-bit integers, one of which is widened from bytes */
+enum { HAS_INT16 = 1 };
+#else
+enum { HAS_INT16 = 0 };
+#endif
 #if defined(REGISTER_BYTES) /* less than the machine has */
 #elif defined(__AVX512F__)
 #define REGISTER_BYTES 64
@@ -66,7 +72,7 @@ typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
  * widened: such machines are Intel's, whose products of pairs take more time than two of float32, what adapters add for eight
  * rows 1.5 times as much. */
 enum kind {
-    KIND_F32, KIND_BF16, KIND_F16, KIND_BF16_DOT, KIND_TILES,
+    KIND_F32, KIND_BF16, KIND_F16, KIND_BF16_DOT, KIND_TILES, KIND_INT16,
 #if defined(BF16_DOT) && !defined(TILES)
     KIND_OF_PAIRS = KIND_BF16_DOT,
 #else
@@ -75,6 +81,9 @@ enum kind {
 };
 
 INLINE size_t pair_of(enum kind kind) { return kind == KIND_F32 ? 1 : 2; }
+
+/* Bytes of a lane in memory. */
+INLINE size_t lane_of(enum kind kind) { return kind == KIND_INT16 ? 2 : 4; }
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vu splat_u(uint32_t x) { return x - (vu){0}; }
