@@ -337,7 +337,7 @@ def test_text_costs_what_it_costs_without_a_tower(folder: Path) -> None:
         for number in range(2):  # what is cached by functions is then
             counts.append(count_calls(engine, ask(f"{number}", PROMPTS[3][0], max_tokens=12)))
         engine.stop(0.0)
-    assert sum(counts[1].values()) > 1000
+    assert sum(counts[1].values()) > 500
     more = {name.partition(" ")[0]: number for name, number in (counts[3] - counts[1]).items()}
     assert more == {"follow": 1, "has_spans": 1, "close": 1}
     assert not counts[1] - counts[3]
