@@ -6,8 +6,8 @@ import it (torch's compiler does). So without a device the interpreter is chosen
 torch computes on one thread, because a model of a test is too small for two, and two workers of pytest have two cores: their
 threads would wait for each other most of the time. Tests that need more threads set them; the native library's stay as they are.
 
-Bytecode is kept even where the environment says otherwise: hundreds of child processes import the same packages, which would
-otherwise be compiled each time.
+Bytecode is kept even where the environment says otherwise: every worker collects all files, and hundreds of child processes
+import the same packages, which would otherwise be compiled each time.
 
 No test may depend on the machine's speed: Hypothesis gets no deadline, and httpx waits as long as every other test does. It
 reads its certificates once: it would do so for each request without a client, which takes longer than most requests.
@@ -60,9 +60,9 @@ if find_spec("httpx"):
         setattr(DEFAULT_TIMEOUT_CONFIG, phase, PATIENCE_S)
 
 
-def pytest_configure() -> None:
-    """Compile the native library."""
-    if not find_spec("torch"):
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the native library, if this process is not a worker."""
+    if hasattr(config, "workerinput") or not find_spec("torch"):
         return
     from engine.runtime.native import build
     from tests.cpu.tile_model import known_to_build
