@@ -34,8 +34,8 @@ bench: $(DEV_INSTALLED)  ## load a running server and measure it
 simulate: $(DEV_INSTALLED)  ## run the scheduler on a virtual clock, or: make simulate ARGS="replay bursty-chat"
 	@$(BIN)/quire simulate $(or $(ARGS),replay steady)
 
-test: $(DEV_INSTALLED)  ## run all tests, four files at a time: some wait for daemons
-	$(BIN)/python -m pytest -p tests.workers --workers 4 $(ARGS)
+test: $(DEV_INSTALLED)  ## run all tests, three files at a time: some wait for daemons
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 clients: $(DEV_INSTALLED)  ## run clients whose dependencies exclude ours, in an environment of their own
 	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)

@@ -7,7 +7,6 @@ import gc
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -186,13 +185,10 @@ class Built(GuidanceGrammar):
     """One that was said to take so many bytes."""
 
     def __init__(self, num_bytes: int) -> None:
-        super().__init__(vocabulary(), to_guidance({"kind": "regex", "text": "a+"}), num_bytes)
+        super().__init__(VOCABULARY, to_guidance({"kind": "regex", "text": "a+"}), num_bytes)
 
 
-@cache
-def vocabulary() -> GuidanceVocabulary:
-    """It has threads, which no fork of a process has."""
-    return GuidanceVocabulary(byte_tokenizer().vocabulary(257).tokenizer_json, 257, frozenset({256}))
+VOCABULARY = GuidanceVocabulary(byte_tokenizer().vocabulary(257).tokenizer_json, 257, frozenset({256}))
 
 
 def test_grammars_are_kept_by_bytes() -> None:
