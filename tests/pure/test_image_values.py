@@ -67,7 +67,8 @@ def test_a_prompt_waits_before_vectors_that_are_not_made_and_others_go_on(is_ato
             max([*reached[-1:], *[each.start + each.num_tokens for each in plan.chunks]] if plan else reached)
         )
         if plan is not None:
-            ended += [event.request_id for event in scheduler.commit(plan, runner.run(plan).wait(), float(step)).ends]
+            events = scheduler.commit(plan, runner.run(plan).wait(), float(step))
+            ended += [event.request_id for event in events if event.finish_reason is not None]
         assert list(scheduler.missing.digests) == ([] if step > 7 else [b"first"] if step < 4 else [b"second"])
         made |= {b"first"} if step == 3 else {b"second"} if step == 7 else set()
     assert reached == [5] * 4 + [12] * 4 + [20] * 4
@@ -92,7 +93,8 @@ def test_a_long_prompt_goes_on_beside_those_that_wait_for_vectors() -> None:
         for step in range(4):
             plan = scheduler.plan(float(step))
             assert plan is not None
-            ended += [event.request_id for event in scheduler.commit(plan, runner.run(plan).wait(), float(step)).ends]
+            events = scheduler.commit(plan, runner.run(plan).wait(), float(step))
+            ended += [event.request_id for event in events if event.finish_reason is not None]
     assert ended == ["text"]
     assert set(shared) == {1}
     assert list(scheduler.missing.digests) == [b"1", b"2"]

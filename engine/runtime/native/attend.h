@@ -413,13 +413,15 @@ INLINE void attend_as(const struct attend_args *a, const struct attend_task *tas
         finish_row(a, task, (int64_t)r, s->joined.sums + r * dim, s->joined.peak[r], s->joined.mass + r * W);
 }
 
+enum { MOST_INT16 = INT32_MAX / (INT16_MAX * 127) }; /* products that 32 bits hold the sum of */
+
 /* How scores are multiplied. Numbers of an int8 pool are widened to what the queries' type is multiplied in, or to 16 bits, as
  * which queries and weights of 16-bit types lose less than by their own rounding. */
 void attend(const struct attend_args *a, const struct attend_task *task, void *memory) {
     struct scratch s = carve(a, memory);
     enum kind kind = kind_of((enum dtype)a->pool.dtype);
     if (a->pool.is_int8 && kind < KIND_BF16_DOT) kind = KIND_F32;
-    if (HAS_INT16 && a->pool.is_int8 && a->pool.v && a->pool.dtype != DT_F32) {
+    if (HAS_INT16 && a->pool.is_int8 && a->pool.v && a->pool.dtype != DT_F32 && a->pool.head_dim <= MOST_INT16) {
         attend_as(a, task, &s, KIND_INT16);
     } else if (kind == KIND_F32) {
         attend_as(a, task, &s, KIND_F32);

@@ -85,7 +85,7 @@ INLINE void score(enum kind kind, int R, int T, const float *rows, const float *
     }
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int t = 0; t < T; t++)
-            UNROLL for (int v = 0; v < NV; v++) 
+            UNROLL for (int v = 0; v < NV; v++)
                 store_f(scores + r * CHUNK + t * TILE + v * W, sum_of(acc[r][t][v], kind, units + r));
 }
 
