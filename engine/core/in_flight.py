@@ -54,7 +54,7 @@ class InFlightStep:
         """Return the plan, which nothing changes from now on."""
         return StepPlan(
             self.step_id,
-            self.num_tokens if self.chunks else self.num_decodes,
+            self.num_tokens,
             self.num_samples,
             self.slots,
             tuple(self.positions[: self.num_decodes]),

@@ -238,7 +238,7 @@ class Request:
     deadline_s: float | None = None  # seconds from its arrival in which the whole answer is wanted, or none of it
     max_queue_s: float | None = None  # ... in which it is to be started
     is_background: bool = False  # runs in steps that no other work needs, under every policy
-    is_held: bool = False  # nobody sees single tokens: a guard's verdict, or an answer that waits for verdicts
+    is_held: bool = False  # its tokens are not sent one by one: a guard's verdict, or an answer that waits for verdicts
     is_further: bool = False  # an input of a client's request that is not its first one
     spans: tuple[Span, ...] = ()  # of the prompt, in order, where vectors stand instead of ids
     images: tuple[Any, ...] = ()  # engine.images.Image, opaque here: those that the spans name

@@ -103,7 +103,7 @@ def test_all_plan_beside_the_streams_of_the_others_for_the_tightest_target() -> 
 
 
 def test_verdicts_do_not_wait_for_streams_that_wait_for_them() -> None:
-    """Nobody sees the tokens of either, so neither has gaps that the other could lengthen."""
+    """Neither sends its tokens one by one, so a long step of one makes no gap in the other."""
     guarded, verdicts = Turn(0.01, is_seen=False, target_s=0.02), Turn(0.01, streams=False, is_seen=False)
     said = dict(World(50, guarded, verdicts).said)
     assert {*said.values()} == {Beside(0.0, None)}

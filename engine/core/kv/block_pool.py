@@ -63,7 +63,7 @@ class BlockPool:
     @property
     def num_spare(self) -> int:
         """Return how many available blocks are kept for no sequence; below 0 if less is available than was kept."""
-        return len(self._free) + len(self._passed) + len(self._cached) + len(self._spared) - self.num_owed
+        return self.num_available - self.num_owed
 
     @property
     def is_exhausted(self) -> bool:
