@@ -98,10 +98,9 @@ def test_the_header_counts_the_answer_that_it_comes_with(
         answered = poor.post(path, json=ENDPOINTS[path])
         assert answered.status_code == 200, answered.text
         eventually(lambda: account.num_open == 0)
-        assert account._tokens < 30
-        assert answered.headers["x-ratelimit-remaining-tokens"] == str(int(account._tokens))
-        later = poor.get("/v1/models")
-        assert later.headers["x-ratelimit-remaining-tokens"] == str(int(account._tokens))
+        later = poor.get("/v1/models")  # served after the charge, which this thread could read too early
+        left = int(answered.headers["x-ratelimit-remaining-tokens"])
+        assert left == int(later.headers["x-ratelimit-remaining-tokens"]) == int(account._tokens) < 30
 
 
 def test_the_header_of_a_stream_is_sent_before_its_answer(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
