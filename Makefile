@@ -48,7 +48,7 @@ clients: $(DEV_INSTALLED)  ## run clients whose dependencies exclude ours, in an
 check: $(DEV_INSTALLED)  ## format, lint and types, as CI sees them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 
 format: $(DEV_INSTALLED)  ## rewrite the code in the house format
 	$(BIN)/ruff format .
