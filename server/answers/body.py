@@ -191,10 +191,11 @@ class ChatBody(SamplingBody, ChatFields):
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **SamplingBody.UNSUPPORTED,
-        **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), Refused()),
+        "functions": Refused((), "send tools"),
+        **dict.fromkeys(("audio", "moderation", "web_search_options"), Refused()),
         "best_of": Refused((1,), "answers are ranked by /v1/completions only; send n to have several"),
         "echo": Refused((False,), "use /v1/completions, whose echo returns the prompt"),
-        "function_call": Refused(("none",)),
+        "function_call": Refused(("none",), "send tools and tool_choice"),
         "modalities": Refused((["text"],)),
     }
     IDLE: ClassVar[IdleFields] = {**SamplingBody.IDLE, **ChatFields.IDLE}

@@ -78,8 +78,8 @@ def _text(raw: bytes, start: int) -> bytes:
 
 def _check(raw: bytes, endpoint: str, bodies: BodyReader, piece: Piece) -> None:
     """Add a line or its fault. Raises ApiError if it cannot be checked."""
-    text = _text(raw, piece.end)
-    if not text.strip():
+    text = _text(raw, piece.end).rstrip()
+    if not text:
         return
     try:
         line = bodies.read_here(BatchLine, text)
@@ -93,8 +93,7 @@ def _check(raw: bytes, endpoint: str, bodies: BodyReader, piece: Piece) -> None:
         fault = to_api_error(error)
         if fault.status >= 500:
             raise
-        piece.errors.append(
-            LineError(code=fault.code, message=fault.message, param=fault.param, line=piece.next_number)
-        )
+        message = fault.message.replace(" at line 1 column ", " at column ")
+        piece.errors.append(LineError(code=fault.code, message=message, param=fault.param, line=piece.next_number))
     else:
         piece.lines.append(Line(piece.next_number, piece.end, len(raw), line.custom_id))

@@ -259,4 +259,6 @@ class AppConfig:
     )
     protect_metrics: bool = _security(False, "", "ask for a key on /metrics and /version, too")
 
-    enable_log_requests: bool = _logging(True, "", "write a line for each answered request, without its texts")
+    enable_log_requests: bool = _logging(
+        True, "", "write a line for each answered POST and each refused request, without texts"
+    )

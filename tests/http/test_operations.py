@@ -155,7 +155,7 @@ def test_an_upload_may_end_in_a_slash_and_has_its_own_limit(serve: Serve, tmp_pa
         ("/v1/pooling", "/pooling"), ("/v1/pooling/", "/pooling"),
         ("/v1/assistants", "/v1/responses"), ("/v1/threads/t/messages", "/v1/responses"), ("/v1/fine_tuning/jobs", "--lora-modules"),
         ("/api/chat", "/v1"), ("/api/tags", "/v1"), ("/completion", "/v1/completions"), ("/v1/uploads", "/v1/files"),
-        ("/v1/messages/batches", "/v1/batches"), ("/reset_prefix_cache", "cache_salt"), ("/sleep", "stop the daemon"), ("/ping", "/health"),
+        ("/v1/messages/batches", "/v1/batches"), ("/reset_prefix_cache", "cache_salt"), ("/sleep", "stop the daemon"), ("/flush_cache", "cache_salt"), ("/slots", "/v1/requests"), ("/ping", "/health"),
     ],
 )  # fmt: skip
 def test_what_quire_does_not_do_is_a_404_that_says_what_to_use(http: httpx.Client, path: str, instead: str) -> None:

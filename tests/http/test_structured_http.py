@@ -51,6 +51,7 @@ def tags(**changes: Any) -> dict[str, Any]:
         ({"response_format": {"type": "text", "triggers": ["<"]}}, "response_format.triggers", "text"),
         (json_schema(5), "response_format.json_schema.schema", "schema"),
         (json_schema("{"), "response_format.json_schema.schema", "not JSON"),
+        (json_schema(False), "response_format.json_schema.schema", "an object, or true"),
         (json_schema({"type": "objekt"}), "response_format", "Invalid type: objekt at $.type"),
         (json_schema({"items": {"uniqueItems": True}}, strict=True), "response_format", "at $.items.uniqueItems"),
         (json_schema({"type": "string", "pattern": "("}), "response_format", "unclosed group"),
@@ -86,6 +87,7 @@ def tags(**changes: Any) -> dict[str, Any]:
         ({"guided_regex": "a(b"}, "guided_regex", "unclosed group"),
         ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex", "only one"),
         ({"guided_json": {"type": "objekt"}}, "guided_json", "Invalid type: objekt"),
+        ({"guided_json": False}, "guided_json", "an object, or true"),
     ],
 )
 def test_what_cannot_be_is_a_400_that_says_where(
@@ -104,6 +106,7 @@ def test_what_cannot_be_is_a_400_that_says_where(
         {"response_format": {"type": "json_object"}},
         json_schema(SCHEMA, strict=True, description="a thing"),
         json_schema(json.dumps(SCHEMA)),
+        json_schema(True, strict=True),
         json_schema({"type": "array", "uniqueItems": True}),  # not strict: as far as it can be enforced
         {"response_format": tags()},
         {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}},

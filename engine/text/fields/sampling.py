@@ -104,7 +104,7 @@ class ConstraintFields(RequestBody):
             strict=True,
         )
         for kind, value in guided:
-            if value is not None and value is not False:
+            if value is not None:
                 named = {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}
                 found.append((f"guided_{kind}", StructuredOutputs.model_validate(named)))
         found += [("structured_outputs", self.structured_outputs), ("response_format", self.response_format)]

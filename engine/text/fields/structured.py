@@ -27,8 +27,8 @@ def _parsed(value: Any) -> Any:
 
 
 def _is_schema(value: Any) -> Any:
-    value = _parsed(value)
-    if not isinstance(value, dict | bool):
+    value = {} if (parsed := _parsed(value)) is True else parsed
+    if not isinstance(value, dict):
         raise ValueError("must be a JSON schema: an object, or true")
     return value
 
@@ -114,9 +114,7 @@ class ResponseFormat(RequestBody):
         for structure in self.structures:
             fitting = [trigger for trigger in self.triggers if trigger and structure.begin.startswith(trigger)]
             trigger = max(fitting, key=len)
-            schema = {} if structure.schema_ is True else structure.schema_
-            if isinstance(schema, dict):
-                schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+            schema = {**structure.schema_, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
             tags.append({"trigger": trigger, "begin": structure.begin, "grammar": schema, "end": structure.end})
         return GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps(tags))
 
