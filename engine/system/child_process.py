@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")  # no keys, no settings
@@ -229,15 +230,21 @@ def _receive(process: subprocess.Popen[bytes]) -> Parts:
     return [_read(file, size) for size in _read_head(file)]
 
 
+class Limits(NamedTuple):
+    """What a message may take, in all and for each of its bytes; the kernel ends a process that takes more."""
+
+    memory: int  # bytes, beyond those that the process has
+    memory_per_byte: float
+    cpu_s: float = 0.0  # 0: any
+    cpu_s_per_byte: float = 0.0
+
+
 def serve(
     answer: Callable[[Parts], list[bytes]],
-    *,
-    memory: Callable[[int], int] | None = None,
+    limits: Limits | None = None,
     refuse: Callable[[Exception], list[bytes]] | None = None,
 ) -> None:
-    """Answer messages from standard input until it ends.
-
-    `memory` returns how much a message of so many bytes may take. `refuse` answers a message that raised an error.
+    """Answer messages from standard input until it ends; `refuse` answers one that raised an error.
 
     A MemoryError ends the process, because the rest of its memory cannot be relied on; so does any error without `refuse`.
     """
@@ -252,12 +259,14 @@ def serve(
     while True:
         try:
             sizes = _read_head(stdin)
-            if memory is not None:
-                limit_memory(memory(sum(sizes)))
+            if limits is not None:
+                limit_memory(limits.memory + int(limits.memory_per_byte * sum(sizes)))
             parts = [_read(stdin, size) for size in sizes]
         except EOFError:
             return
         try:
+            if limits is not None:  # SIGPROF ends the process
+                signal.setitimer(signal.ITIMER_PROF, limits.cpu_s + limits.cpu_s_per_byte * sum(sizes))
             answered = answer(parts)
         except MemoryError:
             raise
@@ -265,6 +274,7 @@ def serve(
             if refuse is None:
                 raise
             answered = refuse(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         del parts
         gc.collect()
         if trim is not None:

@@ -7,26 +7,15 @@ of CPU time and memory, whatever the template does. Run by chat_template.py.
 from __future__ import annotations
 
 import json
-import signal
 
 from jinja2 import Template
 
-from engine.system.calls import foreign_code
-from engine.system.child_process import Parts, serve
+from engine.system.child_process import Limits, Parts, serve
 from engine.text.template_environment import make_environment, reason
 
-_CPU_S, _CPU_S_PER_BYTE = 1.0, 1e-6  # a long conversation takes 0.1 us for each byte
-_BYTES, _BYTES_PER_BYTE = 128 << 20, 24
+# A long conversation takes 0.1 us of CPU time for each byte.
+_LIMITS = Limits(memory=128 << 20, memory_per_byte=24, cpu_s=1.0, cpu_s_per_byte=1e-6)
 _TEXT_CHARS, _TEXT_CHARS_PER_BYTE = 4 << 20, 16  # of a prompt
-
-
-def memory(num_bytes: int) -> int:
-    """Return the memory for a question of so many bytes."""
-    return _BYTES + _BYTES_PER_BYTE * num_bytes
-
-
-class _TemplateError(Exception):
-    """The template failed; the message says why."""
 
 
 class Renderer:
@@ -36,28 +25,22 @@ class Renderer:
         self._template: Template | None = None
 
     def answer(self, parts: Parts) -> list[bytes]:
-        """Return an empty error and the prompt, or an error."""
+        """Return an empty error and the prompt."""
         question = parts.pop()
-        num_bytes = len(question)
         document = json.loads(question.decode("utf-8", "surrogatepass"))
-        signal.setitimer(signal.ITIMER_PROF, _CPU_S + _CPU_S_PER_BYTE * num_bytes)  # SIGPROF ends the process
-        try:
-            with foreign_code(lambda error: _TemplateError(reason(error)), (MemoryError,)):
-                text = self._work(document)
-        except _TemplateError as error:
-            return [str(error).encode("utf-8", "surrogatepass")]
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        if len(text) > _TEXT_CHARS + _TEXT_CHARS_PER_BYTE * num_bytes:
-            return [f"it makes a prompt of {len(text)} characters".encode()]
+        if self._template is None:
+            self._template = make_environment(document["special_tokens"]).from_string(document["source"])
+            return [b"", b""]
+        text = self._template.render(document)
+        if len(text) > _TEXT_CHARS + _TEXT_CHARS_PER_BYTE * len(question):
+            raise ValueError(f"it makes a prompt of {len(text)} characters")
         return [b"", text.encode("utf-8", "surrogatepass")]
 
-    def _work(self, document: dict[str, object]) -> str:
-        if self._template is not None:
-            return self._template.render(document)
-        self._template = make_environment(document["special_tokens"]).from_string(document["source"])  # type: ignore[arg-type]
-        return ""
+
+def refuse(error: Exception) -> list[bytes]:
+    """Return why the template failed."""
+    return [reason(error).encode("utf-8", "surrogatepass")]
 
 
 if __name__ == "__main__":
-    serve(Renderer().answer, memory=memory)
+    serve(Renderer().answer, _LIMITS, refuse)

@@ -16,19 +16,13 @@ from pkgutil import resolve_name
 
 from pydantic_core import to_json
 
-from engine.system.child_process import Parts, serve
+from engine.system.child_process import Limits, Parts, serve
 from server.http.bodies import check_count, parse
 from server.protocol.errors import to_api_error
 
 # Modules of bodies, which are imported before the first question, as it should not wait for them.
 _BODIES = ("server.anthropic.messages", "server.openai.responses.routes")
-_BASE_BYTES = 56 << 20
-_PER_BODY_BYTE = 2.5
-
-
-def memory(num_bytes: int) -> int:
-    """Return the memory for a question: with the daemon's, 64 MiB + 4 times the body."""
-    return _BASE_BYTES + int(_PER_BODY_BYTE * num_bytes)
+_LIMITS = Limits(memory=56 << 20, memory_per_byte=2.5)  # with the daemon's, 64 MiB + 4 times the body
 
 
 def answer(parts: Parts) -> list[bytes]:
@@ -59,4 +53,4 @@ if __name__ == "__main__":
     sys.setrecursionlimit(10_000)
     for name in _BODIES:
         import_module(name)
-    serve(answer, memory=memory, refuse=refuse)
+    serve(answer, _LIMITS, refuse)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 
-from engine.system.child_process import Parts, serve
+from engine.system.child_process import Limits, Parts, serve
 
 
 def answer(parts: Parts) -> list[bytes]:
     what = bytes(parts[0]).decode()
     if what == "hang":
         time.sleep(3600)
-    if what == "profile":
-        signal.setitimer(signal.ITIMER_PROF, 0.01)
-        while True:
+    if what.startswith("spin"):
+        end_s = time.process_time() + float(what.removeprefix("spin"))
+        while time.process_time() < end_s:
             pass
     if what == "exit":
         os._exit(3)
@@ -30,4 +29,4 @@ def answer(parts: Parts) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    serve(answer, memory=lambda num_bytes: (64 << 20) + num_bytes)
+    serve(answer, Limits(memory=64 << 20, memory_per_byte=1, cpu_s=0.5))

@@ -67,6 +67,14 @@ def test_a_child_that_takes_too_much_memory_ends(child: ChildProcess) -> None:
     assert ask(child, b"abc") == [b"cba"]
 
 
+def test_a_child_has_so_much_cpu_time_for_each_question(child: ChildProcess) -> None:
+    for _ in range(3):
+        ask(child, b"spin 0.2")
+    with pytest.raises(ChildCrashError):
+        ask(child, b"spin 2")
+    assert ask(child, b"abc") == [b"cba"]
+
+
 def test_a_child_that_ends_or_is_killed_is_replaced(child: ChildProcess) -> None:
     with pytest.raises(ChildCrashError):
         ask(child, b"exit")

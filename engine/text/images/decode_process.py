@@ -6,7 +6,6 @@ the rows of RGB, or an error. The bytes come from clients, so a fault of a decod
 
 from __future__ import annotations
 
-import signal
 import struct
 from contextlib import suppress
 from io import BytesIO
@@ -15,14 +14,16 @@ from pathlib import Path
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from engine.system.calls import step_back
-from engine.system.child_process import Parts, serve
+from engine.system.child_process import Limits, Parts, serve
 
 MAX_PIXELS = 50 << 20  # 8,000 x 6,500, of the largest usual phones
 MAX_RATIO = 200  # of the longer side to the shorter
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_BYTES = 1 << 30  # for 50 megapixels with transparency, 4 bytes each in three copies, and the rows
-_BYTES_PER_BYTE = 3
-_CPU_S = 10.0  # the largest image takes 2
+LIMITS = Limits(
+    memory=1 << 30,  # for 50 megapixels with transparency, 4 bytes each in three copies, and the rows
+    memory_per_byte=3,
+    cpu_s=10.0,  # the largest image takes 2
+)
 _OTHERS = {  # how files of other formats begin, at which byte
     "AVI": (8, b"AVI "),
     "AVIF": (4, b"ftypavi"),
@@ -52,20 +53,11 @@ class _RefusedError(Exception):
     """The image is not decoded; the message says why."""
 
 
-def memory(num_bytes: int) -> int:
-    """Return the memory for a file of so many bytes."""
-    return _BYTES + _BYTES_PER_BYTE * num_bytes
-
-
 def answer(parts: Parts) -> list[bytes]:
     """Return an empty error and the image."""
-    signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # whose signal ends the process
-    try:
-        longest, file = parts.pop(), parts.pop()
-        image = _decode(file, int(longest or 0))
-        return [b"", b"%d %d" % image.size, image.tobytes()]
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    longest, file = parts.pop(), parts.pop()
+    image = _decode(file, int(longest or 0))
+    return [b"", b"%d %d" % image.size, image.tobytes()]
 
 
 def refuse(error: Exception) -> list[bytes]:
@@ -117,4 +109,4 @@ if __name__ == "__main__":
     step_back()
     with suppress(OSError):  # sessions, of which this process has its own, may have shares in place of processes
         Path("/proc/self/autogroup").write_text("19", encoding="ascii")
-    serve(answer, memory=memory, refuse=refuse)
+    serve(answer, LIMITS, refuse)
