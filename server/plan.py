@@ -72,7 +72,7 @@ def prepare_all(settings: Settings) -> list[Plan]:
         for name in (*plan.app.served_model_names, *(each.name for each in plan.engine.lora_modules))
     ]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"Two models have the name {twice!r}; give one another served-model-name.")
+        raise ConfigError(f"The name {twice!r} stands twice; give one model another served-model-name.")
     paths = [path for plan in plans for path in (plan.app.model, *(each.path for each in plan.engine.lora_modules))]
     if odd := next((text for text in (*names, *paths) if text.encode(errors="replace").decode() != text), None):
         raise ConfigError(f"{odd!r} is not UTF-8, and answers name it; give the file, or the model, another name.")

@@ -109,7 +109,7 @@ def test_the_daemon_says_what_it_has(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("{llama}", "{llama}"), "Two models have the name"),
+        (("{llama}", "{llama}"), "' stands twice; give one model another served-model-name."),
         (("{llama}", "{wide}", "--served-model-name", "a"), "--models does not go with"),
         (("{llama}", "{wide}", "--record", "file"), "serve such a model alone"),
         (("{llama}", "/nowhere/at/all"), "/nowhere/at/all"),

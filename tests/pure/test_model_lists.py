@@ -32,7 +32,7 @@ def test_a_preset_has_sections_of_flags(tmp_path: Path) -> None:
     file = tmp_path / "preset.ini"
     file.write_text(
         "version = 1\n[*]\nc = 8192\n[org/repository-GGUF:Q8_0]\nload-on-startup = true\n"
-        "[mine]\nmodel = /models/mine.gguf\nc = 4096\nngl = 0\ncache-prompt = false\n"
+        "[mine]\nmodel = /models/mine.gguf ; the best\nc = 4096\nC = 0xff\nLLAMA_ARG_N_GPU_LAYERS = 0\ncache-prompt = disabled\n"
     )
     settings = load_settings(["--models-preset", str(file), "--models-max", "2"])
     assert names(settings) == ["org/repository-GGUF:Q8_0", "mine"]
@@ -40,37 +40,57 @@ def test_a_preset_has_sections_of_flags(tmp_path: Path) -> None:
     assert (first.model, first.max_model_len, first.models_max) == ("org/repository-GGUF:Q8_0", 8192, 2)
     assert (second.model, second.max_model_len, second.device) == ("/models/mine.gguf", 4096, "cpu")
     assert not second.enable_prefix_caching
-    file.write_text("[mine]\nmodel = a\ncontrol-vector = x\n")
-    with pytest.raises(ConfigError, match="mine: --control-vector x is not served"):
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[mine]\nmodel = a\ncontrol-vector = x\n", "mine: --control-vector x is not served"),
+        ("[mine]\nmodel = a\nmlock = yes\n", "--mlock takes no value"),
+        ("[mine]\nmodel = a\n\nmodel = b\n", "line 4 is neither"),
+        ("[mine]\nsecret\n", "line 2 is neither"),
+        ("c = 8192\n[mine]\nmodel = a\n", "has c before its first section"),
+        ("version = 1\n[*]\nmodel = a\n", "has no section of a model"),
+    ],
+)
+def test_a_preset_that_is_none_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "preset.ini"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
         load_settings(["--models-preset", str(file)])
+    assert sentence in str(error.value)
+    assert "secret" not in str(error.value)
 
 
 SWAP = """
 healthCheckTimeout: 60
 macros: {server: "llama-server --port ${PORT}"}
-apiKeys: [secret]
+apiKeys: [secret, "${env.OTHER_KEY}"]
+globalTTL: 60
 hooks: {on_startup: {preload: [second]}}
 models:
   first:
     cmd: |
+      # ${server} and ${others} are macros
       ${server} \\
         -m /models/first.gguf --ctx-size 4096
     ttl: 300
-    aliases: ["gpt-*"]
-  second: {cmd: vllm serve org/second --max-model-len 2048, proxy: "http://second:9000"}
+    aliases: ["gpt-*", {id: chat, unlisted: true}]
+  second: {cmd: vllm serve org/second --max-model-len 2048, proxy: "http://second:9000", ttl: -1}
 """
 
 
-def test_llama_swaps_configuration_is_read(tmp_path: Path) -> None:
+def test_llama_swaps_configuration_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER_KEY", "other")
     file = tmp_path / "swap.yaml"
     file.write_text(SWAP)
     settings = load_settings(["--config", str(file), "--port", "9090"])
     second, first = settings.each
-    assert (second.model, second.max_model_len, second.idle_unload) == ("org/second", 2048, None)
+    assert (second.model, second.max_model_len, second.idle_unload) == ("org/second", 2048, 60)
     assert (first.model, first.max_model_len, first.idle_unload) == ("/models/first.gguf", 4096, 300)
-    assert first.served_model_name == ("first", "gpt-*")
+    assert first.served_model_name == ("first", "gpt-*", "chat")
     assert (first.models_max, first.port) == (1, 9090)
-    assert [key.get_secret_value() for key in first.api_key] == ["secret"]
+    assert [key.get_secret_value() for key in first.api_key] == ["secret", "other"]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +102,12 @@ def test_llama_swaps_configuration_is_read(tmp_path: Path) -> None:
         ("models: {a: {cmd: llama-server -m x, env: [A=1]}}", "model 'a' has env, which has no meaning here"),
         ("models: {a: {cmd: llama-server -m x}}\ngroups: {}", "configuration has groups"),
         ("models: {a: {cmd: 'llama-server ${size}'}}", "names ${size}, which is not set"),
+        ("models: {a: {cmd: llama-server -m x}}\napiKeys: ['${env.NO_KEY}']", "names ${env.NO_KEY}, which is not set"),
+        ("models: {a: {cmd: llama-server -m x}}\nhooks: {on_startup: x}", "hooks has on_startup of a wrong kind"),
+        ("models: {a: {cmd: llama-server -m x, ttl: '60'}}", "has ttl of a wrong kind; it must be a number"),
+        ("models: {a: {cmd: llama-server -m x, macros: [y]}}", "has macros of a wrong kind; it must be a mapping"),
+        ("models: {a: {cmd: 'llama-server \"x'}}", "has a cmd that is no command"),
+        ("models: {}", "llama-swap's configuration has no models"),
         ("models: {a: {}}", "'a' has no cmd"),
         ("models: {a: {cmd: llama-server -m x --grammar-file y}}", "a: --grammar-file"),
     ],
