@@ -267,7 +267,9 @@ class Client:
         try:
             status = await self._exchange(request, lambda _, piece: pieces.append(piece))
         except OSError as error:
-            raise ClientError(f"{self.target.host}:{self.target.port} cannot be reached: {error}.") from None
+            raise ClientError(
+                f"{self.target.host}:{self.target.port} cannot be reached ({error}); start the server, or correct its address."
+            ) from None
         body = b"".join(pieces)
         if status != 200:
             raise ClientError(f"{method} {path} answered HTTP {status}: {_body_sentence(body)}")

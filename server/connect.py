@@ -66,7 +66,7 @@ class Daemon(NamedTuple):
         try:
             return httpx.request(method, self.url + path, headers=headers, timeout=_PATIENCE_S, **body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ConfigError(f"{self.url} does not answer: {error}; start `quire serve`, or set --url.") from None
+            raise ConfigError(f"{self.url} does not answer ({error}); start `quire serve`, or set --url.") from None
 
 
 class Format(NamedTuple):

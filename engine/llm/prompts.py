@@ -55,7 +55,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidRequestError(
-            f"prompts is a {type(prompts).__name__}; give a text, token ids, or a list of these.", param="prompts"
+            f"prompts is of type {type(prompts).__name__}; give a text, token ids, or a list of these.", param="prompts"
         )
     is_ids = bool(prompts) and isinstance(prompts[0], int)
     return [prompts] if is_ids else prompts  # type: ignore[list-item,return-value]  # the first item decides
@@ -121,7 +121,7 @@ def address_of(image: Any) -> str:
         raise InvalidRequestError(f"{str(image)!r} cannot be read: {error.strerror}.", param="prompts") from None
     except AttributeError:
         raise InvalidRequestError(
-            f"An image is a {type(image).__name__}; give one of Pillow's images, or a path.", param="prompts"
+            f"An image is of type {type(image).__name__}; give one of Pillow's images, or a path.", param="prompts"
         ) from None
     return f"data:;base64,{base64.b64encode(file.getvalue()).decode()}"
 

@@ -186,7 +186,8 @@ def _print(costs: StepCosts) -> None:
         f"The median error is {about['median_error']:.1%} for fitted steps and {about['held_out_median_error']:.1%} for "
         f"others, nine in ten of which are within {about['held_out_p90_error']:.1%}."
     )
-    print(
-        f"The daemon adds {front.step_s * 1e3:.2f} ms a step and {front.token_s * 1e6:.0f} us a token, and for each "
-        f"request {front.intake_s * 1e3:.2f} ms and {front.prompt_token_s * 1e6:.1f} us a computed token."
-    )
+    if front != Front():
+        print(
+            f"The daemon adds {front.step_s * 1e3:.2f} ms a step and {front.token_s * 1e6:.0f} us a token, and for each "
+            f"request {front.intake_s * 1e3:.2f} ms and {front.prompt_token_s * 1e6:.1f} us a computed token."
+        )

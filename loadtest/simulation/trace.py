@@ -63,7 +63,7 @@ def read_trace(path: Path) -> Trace:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             return _read(path, csv.reader(lines))
     except OSError as error:
-        raise LoadtestError(f"the trace {path} cannot be read: {error.strerror}.") from None
+        raise LoadtestError(f"the trace {path} cannot be read: {error.strerror}; --help names the workloads.") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise LoadtestError(f"the trace {path} is not a CSV file of UTF-8 text: {error}.") from None
 

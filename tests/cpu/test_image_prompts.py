@@ -544,7 +544,7 @@ def test_offline_answers_are_those_of_transformers(folder: Path, tmp_path: Path)
         for given, words in (
             ([image] * 3, "3 images, and at most 2"),
             ([image], "places for 2 of 1 images"),
-            ([image, 3], "An image is a int"),
+            ([image, 3], "An image is of type int"),
             ([image, "none.png"], "'none.png' cannot be read"),
         ):
             with pytest.raises(InvalidRequestError, match=words):

@@ -261,7 +261,7 @@ def test_a_conversation_names_where_its_next_turn_begins(
         (["fine|", "x" * 600], ContextLengthError, "Prompt 1 of 2: .*512"),
         ([[1, 999]], InvalidRequestError, "999"),
         ([1.5], InvalidRequestError, "a text or a list of token ids"),
-        (7, InvalidRequestError, "prompts is a int"),
+        (7, InvalidRequestError, "prompts is of type int"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_runs(

@@ -18,7 +18,7 @@ _HEAD = f"""# Command line
 {MADE}
 
 `quire COMMAND --help` explains a command, `quire --version` prints the version. The exit status is 0 when done, 1 after a failure,
-2 for a wrong command line or configuration, 130 after an interrupt.
+2 for a wrong command line or configuration, or for one that names what cannot be read or reached, 130 after an interrupt.
 """
 
 
@@ -37,17 +37,23 @@ def commands_page() -> str:
         elif name in LOADTEST:
             parser = argparse.ArgumentParser(prog=f"quire {name}")
             LOADTEST[name][1](parser)
-            lines += _options(parser)
+            lines += _options(parser, f"quire {name}")
         elif name in _PARSERS:
-            lines += _options(_PARSERS[name]())
+            lines += _options(_PARSERS[name](), f"quire {name}")
         else:
             lines.append(f"{COMMANDS[name].summary[0].upper()}{COMMANDS[name].summary[1:]}.\n")
     return "\n".join(lines)
 
 
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+def _options(parser: argparse.ArgumentParser, command: str) -> Iterator[str]:
+    """The table of a command's arguments, or of each of its commands."""
     rows = []
     for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield f"### {command} {name}\n"
+                yield from _options(inner, f"{command} {name}")
+            return
         if isinstance(action, argparse._HelpAction):
             continue
         names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"

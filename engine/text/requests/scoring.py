@@ -138,9 +138,7 @@ def first_scored(context: Sequence[int], whole: Sequence[int]) -> int:
     pairs = zip(context, whole, strict=False)
     first = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(context), len(whole)))
     if not first:
-        raise InvalidRequestError(
-            "text_1 has no token before text_2's first; submit with a longer text_1.", param="text_1"
-        )
+        raise InvalidRequestError("text_1 has no token before text_2's first; send a longer text_1.", param="text_1")
     if first == len(whole):
         raise InvalidRequestError("text_2 adds no token to its text_1, and so has no likelihood.", param="text_2")
     return first
