@@ -14,11 +14,12 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import Request
 from engine.runtime.execution.plain_steps import PlainSteps
+from engine.runtime.execution.synthetic import warm_up_plan
 from engine.runtime.pool.groups import group_layers
 from tests.cpu import test_models_families as own
 from tests.cpu import test_models_transformers as adapted
 from tests.cpu.engine_logprobs import largest_difference
-from tests.cpu.model_driver import request, serve, settings, state_blocks
+from tests.cpu.model_driver import make_runner, request, serve, settings, state_blocks
 
 NUM_NEW = 10
 _random = random.Random(3)
@@ -92,6 +93,18 @@ def test_groups_with_windows_say_what_transformers_says(
         num_host_blocks=num_host_blocks if groups.has_full else 0,
     )
     assert largest_difference(model, theirs, LONG_PROMPTS, config) < 1e-4
+
+
+def test_layers_that_share_narrow_keys_with_others_start(tmp_path: Path) -> None:
+    """The first pass, whose numbers must be finite, writes K/V of several layouts; bytes of one are NaN as another's scales."""
+    case = own.CASES["gemma4-shared"]
+    own.write_tiny(case, tmp_path)
+    model = own.load(tmp_path)
+    groups = group_layers(model.states, torch.int8, 256)
+    config = settings(windows=groups.windows, has_full=groups.has_full)  # type: ignore[arg-type]
+    assert groups.windows
+    runner = make_runner(model, config, kv_dtype=torch.int8)
+    assert not runner.run(warm_up_plan(config, num_seqs=1, num_tokens=16)).wait().errors
 
 
 CAPPED = {"final_logit_softcapping": 0.05}  # changes small logits, too

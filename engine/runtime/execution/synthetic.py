@@ -27,6 +27,10 @@ def synthetic_row(
 ) -> RowStart:
     """Return a row with a prompt of zeros, of which nothing was computed.
 
-    All groups of layers have the same table: they overwrite each other's blocks.
+    Each group of layers has a share of the pool: a layer that reads what an earlier one kept would read another layout's.
     """
-    return RowStart(slot, -1 - slot, length, params, 0, (0,) * length, (tuple(table),) * config.num_groups)
+    share = config.num_blocks // config.num_groups or 1
+    tables = [
+        [(group * share + block % share) % config.num_blocks for block in table] for group in range(config.num_groups)
+    ]
+    return RowStart(slot, -1 - slot, length, params, 0, (0,) * length, tuple(map(tuple, tables)))
