@@ -251,6 +251,8 @@ def test_an_engine_that_is_started_again_finds_its_prompts_on_the_disk(
         lives.append((answers(engine), engine.stats))
     assert lives[0][0] == lives[1][0] == lives[2][0]
     assert lives[0][1].transferred[TransferKind.SAVE] >= 4 * 11
+    (blocks,) = folder.glob("*.kv")
+    assert blocks.stat().st_size <= 0.01 * (1 << 30), "whole pages of a small block, too"
     for _, stats in lives[1:]:
         assert stats.prefix_hits["disk"] == 4 * 44  # type: ignore[index]  # its value is the name
         assert not stats.failed_transfers[TransferKind.LOAD]

@@ -22,7 +22,7 @@ def open_tier(opening: Opening) -> Tier | None:
     if config.kv_offload_dir is None:
         return None
     folder = expanded(config.kv_offload_dir)
-    num_slots = int(config.kv_offload_disk_gib * (1 << 30)) // block_bytes
+    num_slots = int(config.kv_offload_disk_gib * (1 << 30)) // parts.stride(block_bytes)
     if not num_slots:
         raise ConfigError(
             f"--kv-offload-config: disk_gib is {config.kv_offload_disk_gib:g}, less than one block of K/V "
