@@ -14,6 +14,7 @@ import ctypes
 import gc
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.models")
 
 RETRY_S = 30.0  # after a load failed, until a request tries again
+_FOLDERS = re.compile(r"(?<![\w.~:/])~?/([^/\s'\"]+/)+")  # of a file, which the log names for the operator alone
 _LOOK_S = 1.0  # at least, between two looks for models without work
 
 
@@ -226,8 +228,8 @@ class Models:
         for entry in self.entries:
             if any(fnmatchcase(name, pattern) for pattern in entry.config.model_aliases):
                 return entry
-        served = [each for entry in self.entries for each in (*entry.names, *entry.config.model_aliases)]
-        message = f"The model {shorten(name)!r} is not served here; use {' or '.join(served)}."
+        served = " or ".join([each for entry in self.entries for each in entry.names])
+        message = f"The model {shorten(name)!r} is not served here; use {served}."
         raise ApiError(404, "model_not_found", message, "model")
 
     def named(self, name: str) -> ModelParts | None:
@@ -298,8 +300,9 @@ class Models:
         except NotWantedError:
             log.info("gave up loading %s: nobody waits for it", entry.name)
         except Exception as error:  # any: it is this model's alone
-            entry.error, entry.failed_s = str(error) or type(error).__name__, time.monotonic()
-            log.error("%s could not be loaded: %s", entry.name, entry.error)  # noqa: TRY400 - one line
+            why = str(error) or type(error).__name__
+            log.error("%s could not be loaded: %s", entry.name, why)  # noqa: TRY400 - one line
+            entry.error, entry.failed_s = _FOLDERS.sub("", why), time.monotonic()
             log.debug("it happened here:", exc_info=True)
             if parts is not None:
                 parts.forget()

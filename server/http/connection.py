@@ -24,7 +24,7 @@ import asyncio
 import logging
 import re
 import uuid
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -32,6 +32,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.protocol.errors import ApiError
 from server.telemetry.logs import LineBudget
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 logger = logging.getLogger(__name__)
 _refusals = LineBudget(logger)
@@ -86,6 +89,23 @@ class ChunkWriter:
     def write(self, body: bytes) -> None:
         """Write a chunk, as uvicorn's `send` does."""
         self._write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+class _Unchunked:
+    """An answer to HTTP/1.0, which knows no chunks: one of unknown length ends with its connection."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._send, self._is_endless = cycle, cycle.send, False
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Send a message as uvicorn does, which takes what comes for the length that was announced."""
+        if message["type"] == "http.response.start":
+            self._is_endless = b"content-length" not in [name.lower() for name, _ in message["headers"]]
+            if self._is_endless:
+                self._cycle.chunked_encoding = False
+        elif self._is_endless and message["type"] == "http.response.body":
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
 
 
 class _Parsing:
@@ -267,6 +287,8 @@ class Connection(HttpToolsProtocol):
             self.headers.append((b"host", authority))
         super().on_headers_complete()
         self.cycle.transport = self._answer_transport  # type: ignore[assignment]  # the part of one that it uses
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _Unchunked(self.cycle).send  # type: ignore[method-assign]
         self.scope["extensions"] = {CHUNKS: {"writer": ChunkWriter(self, self.cycle)}}
         if self.pipeline:
             self.flow.resume_reading()

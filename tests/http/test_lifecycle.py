@@ -32,13 +32,13 @@ SLOW = {"step_s": 0.05}  # 500 tokens would take longer than any test waits
 
 
 @contextmanager
-def asked(live: Live, path: str, **fields: Any) -> Iterator[socket.socket]:
+def asked(live: Live, path: str, *, version: str = "1.1", **fields: Any) -> Iterator[socket.socket]:
     """A bare connection over which one request was sent; leaving closes it."""
     host, port = live.url.removeprefix("http://").split(":")
     body = json.dumps(fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/{version}\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
     with closing(socket.create_connection((host, int(port)))) as connection:
-        connection.sendall(head.encode() + body)
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         yield connection
 
 
@@ -143,6 +143,17 @@ def test_a_stream_that_has_nothing_to_say_shows_that_it_lives(serve: Serve) -> N
         said = [line for line in lines if line and not line.startswith(":")]
     assert said[-1] == "data: [DONE]"
     assert json.loads(said[0].removeprefix("data: "))["choices"][0]["text"].startswith("h")
+
+
+def test_a_stream_to_http_1_0_ends_with_its_connection(live: Live) -> None:
+    """It knows no chunks."""
+    with asked(live, COMPLETIONS, version="1.0", prompt="hi|", stream=True) as connection:
+        head, _, body = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    assert b"chunked" not in head
+    first, *_, end = [line for line in body.decode().split("\n\n") if not line.startswith(":")][:-1]
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["text"].startswith("h")
+    assert end == "data: [DONE]"
 
 
 def test_a_client_that_leaves_within_its_body_costs_nothing(live: Live) -> None:

@@ -112,6 +112,8 @@ def test_a_request_loads_its_model_and_the_others_stay() -> None:
         assert client.get("/v1/models/b").json()["max_model_len"] is None
         assert client.get("/health?model=b").text == "unloaded\n"
         assert client.get("/tokenizer_info?model=b").json()["error"]["code"] == "model_not_loaded"
+        unknown = world.ask("z").json()["error"]["message"]
+        assert unknown == "The model 'z' is not served here; use a or b or c."  # an alias may be a path
         assert text(world.ask("b-7")) == "hi"
         assert world.states() == ["loaded", "loaded", "unloaded"]
         assert client.get("/v1/models/b").json()["max_model_len"] == 512
@@ -143,10 +145,14 @@ def test_requests_wait_for_one_load_and_a_stream_is_told(monkeypatch: pytest.Mon
     assert world.loads == ["b"]
 
 
-def test_a_failed_load_is_that_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_is_that_models_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its reason names files without their folders, which are the operator's to know."""
     monkeypatch.setattr(bodies, "LOADING_S", 0.01)
     world = World(keep=("a",))
-    world.broken = ModelLoadError("the file is short")
+    world.broken = ModelLoadError(
+        "/srv/models/b.gguf is short, see https://quire.example/a/b; folder '/srv/b' and/or ~/b/c"
+    )
+    why = "b.gguf is short, see https://quire.example/a/b; folder 'b' and/or c"
     world.opened.clear()
     with world.serving() as client:
         body = {"model": "b", "prompt": "hi|", "stream": True}
@@ -159,8 +165,9 @@ def test_a_failed_load_is_that_models_own(monkeypatch: pytest.MonkeyPatch) -> No
         assert json.loads(data.removeprefix("data: "))["error"]["code"] == "model_failed"
         refused = world.ask("b")
         assert refused.status_code == 503
-        assert refused.json()["error"]["message"] == "The model 'b' could not be loaded: the file is short"
-        assert client.get("/v1/models/b").json()["status"] == {"value": "failed", "reason": "the file is short"}
+        assert refused.json()["error"]["message"] == f"The model 'b' could not be loaded: {why}"
+        assert "/srv/models/b.gguf is short" in caplog.text
+        assert client.get("/v1/models/b").json()["status"] == {"value": "failed", "reason": why}
         assert client.get("/health?model=b").status_code == 503
         assert client.get("/health").status_code == 200
         assert text(world.ask("a")) == "hi"
