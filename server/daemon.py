@@ -109,6 +109,7 @@ class Daemon(uvicorn.Server):
         self._tasks.append(self._loop.create_task(self._watch()))
         if self._tenants is not None or self._tls is not None:
             self._loop.add_signal_handler(signal.SIGHUP, self._reread)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         elif signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup has it ignored
             self._loop.add_signal_handler(signal.SIGHUP, self._on_signal, "SIGHUP")
         try:

@@ -202,6 +202,8 @@ def test_on_sighup_the_file_is_read_again_and_a_faulty_one_changes_nothing(tmp_p
     path = tmp_path / "tenants.yaml"
     path.write_text("tenants: [{name: a, key: first}]", encoding="utf-8")
     with quire("serve", "--tenants", str(path), "--api-key", "plain") as process:
+        read_until(process, "(listening) on")
+        process.send_signal(signal.SIGHUP)  # before it is ready, which ended it
         url = ready(process)
 
         def is_let_in(key: str) -> bool:
