@@ -19,6 +19,7 @@ from engine.core.shown import printable
 
 MAX_REFUSALS = 20  # lines a second
 OURS = ("quire", "server", "engine", "uvicorn")
+_LIBRARIES = ("transformers", "huggingface_hub")  # which add handlers once they are imported
 
 log = logging.getLogger("quire.server")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
@@ -78,6 +79,15 @@ class StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # none at
         return sys.stderr
 
 
+class LibraryLogger(logging.Logger):
+    """A library's logger that adds no handler: its lines go where all others go, in the same form."""
+
+    propagate = property(lambda _: True, lambda *_: None)  # transformers turns it off
+
+    def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802 - logging's name
+        """Do nothing."""
+
+
 class LineBudget:
     """Bounds the lines of refused requests: a flood of them must not fill the disk."""
 
@@ -108,6 +118,11 @@ def configure_logging(level: str, layout: str, uvicorn_level: str | None = None)
         JsonFormatter(tracebacks=tracebacks) if layout == "json" else TextFormatter(tracebacks=tracebacks)
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.captureWarnings(capture=True)
+    logging.setLoggerClass(LibraryLogger)
+    for name in _LIBRARIES:
+        logging.getLogger(name)
+    logging.setLoggerClass(logging.Logger)
     threading.excepthook = _log_end_of_thread
     for name in OURS:
         logging.getLogger(name).setLevel(level.upper())

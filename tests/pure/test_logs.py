@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 import threading
 
@@ -53,6 +54,26 @@ def test_each_stage_is_one_line_when_it_is_done(caplog: pytest.LogCaptureFixture
         startup.report(Progress("kv_pool", "64 blocks"))
         startup.report(Progress("graphs", "", 4, 4, "sizes"))
     assert caplog.messages == ["weights: 3.0 MiB of 3.0 MiB", "kv pool: 64 blocks", "graphs: 4 of 4 sizes"]
+
+
+def test_what_libraries_write_has_the_form_of_all_lines() -> None:
+    """In a process of its own, where nothing has imported them; transformers and the hub's library do this at their import."""
+    code = """
+import logging, warnings
+from server.telemetry.logs import configure_logging
+configure_logging("info", "json")
+for name in ("transformers", "huggingface_hub"):
+    library = logging.getLogger(name)
+    library.addHandler(logging.StreamHandler())
+    library.propagate = False
+    logging.getLogger(name + ".part").warning("one\\ntwo")
+warnings.warn("three")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in ran.stderr.splitlines()]
+    assert [line["logger"] for line in lines] == ["transformers.part", "huggingface_hub.part", "py.warnings"]
+    assert lines[0]["message"] == "one\ntwo"
+    assert "UserWarning: three" in lines[2]["message"]
 
 
 def test_an_error_that_ends_a_thread_is_one_line(
