@@ -84,12 +84,8 @@ static int32_t gather(const struct turn *t) {
         place(t, i, t->out, d->hidden);
     }
     for (int64_t i = 1; i < d->num_altup; i++) {
-        struct norm_args add = {
-            .residual = t->stream, .delta = t->all_streams + i * d->hidden, .out = t->stream, .rows = t->rows,
-            .width = d->hidden, .residual_stride = d->hidden, .delta_stride = stride, .out_stride = d->hidden,
-            .alpha = 1, .scale = i + 1 < d->num_altup ? 1 : 1.f / (float)d->num_altup,
-        };
-        quire_add_rms_norm(&add);
+        float scale = i + 1 < d->num_altup ? 1 : 1.f / (float)d->num_altup;
+        add_delta(t->stream, t->all_streams + i * d->hidden, stride, t->rows, d->hidden, 1, scale);
     }
     return QUIRE_OK;
 }

@@ -2,17 +2,6 @@
  * depend on the step that it is in. */
 #include "altup.h"
 
-INLINE struct view floats(const float *base, int64_t at) { return (struct view){(void *)base, (size_t)at, DT_F32}; }
-
-INLINE float mean_square(struct view x, int64_t width) {
-    vf squares = splat(0);
-    for (int64_t i = 0; i < width; i += W) {
-        vf value = get(x, i, width);
-        squares += value * value;
-    }
-    return sum_f(squares) / (float)width;
-}
-
 /* A number of a row for each stream: tanh(router . norm(x)). */
 INLINE void modalities(const struct altup_args *a, struct view x, int64_t num, float *out) {
     float factor = 1.f / sqrtf(mean_square(x, a->width) + a->eps);

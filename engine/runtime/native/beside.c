@@ -31,13 +31,13 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
     return lay_out(d, rows, NULL, &room) + (dense > experts ? dense : experts);
 }
 
-/* out = norm(x), unless delta is NULL of x += delta; x and out are of `dtype` and `out_dtype`. */
-static void norm_rows(const struct turn *t, struct norm norm, void *x, const void *delta, void *out, int32_t dtype) {
+/* out = norm(x), of `dtype`. */
+static void norm_rows(const struct turn *t, struct norm norm, const void *x, void *out, int32_t dtype) {
     int64_t width = t->decoder->hidden;
     struct norm_args args = {
-        .residual = x, .delta = delta, .weight = norm.weight, .out = out, .rows = t->rows, .width = width,
-        .residual_stride = width, .delta_stride = width, .out_stride = width,
-        .dtype = dtype, .weight_dtype = norm.dtype, .stream_dtype = dtype, .alpha = 1, .eps = t->decoder->eps,
+        .residual = (void *)x, .weight = norm.weight, .out = out, .rows = t->rows, .width = width,
+        .residual_stride = width, .out_stride = width,
+        .dtype = dtype, .weight_dtype = norm.dtype, .stream_dtype = dtype, .eps = t->decoder->eps,
     };
     quire_add_rms_norm(&args);
 }
@@ -47,18 +47,18 @@ static int32_t run(const struct turn *t) {
     struct room r;
     lay_out(t->decoder, t->rows, t->room, &r);
     int32_t dtype = t->decoder->dtype;
-    norm_rows(t, b->before_mlp, (void *)t->x, NULL, r.normed, dtype);
+    norm_rows(t, b->before_mlp, t->x, r.normed, dtype);
     struct turn own = *t;
     own.part = &b->mlp, own.x = r.normed, own.room = r.own;
     int32_t status = b->mlp.kind->run(&own);
     if (status) return status;
-    norm_rows(t, b->after_mlp, t->out, NULL, t->out, DT_F32);
-    norm_rows(t, b->before_experts, (void *)t->x, NULL, r.normed, dtype);
-    norm_rows(t, b->before_router, (void *)t->x, NULL, r.routed, dtype);
+    norm_rows(t, b->after_mlp, t->out, t->out, DT_F32);
+    norm_rows(t, b->before_experts, t->x, r.normed, dtype);
+    norm_rows(t, b->before_router, t->x, r.routed, dtype);
     struct moe_args experts = {b->experts.args, r.normed, r.sum, NULL, NULL, t->rows, r.routed};
     if ((status = moe_forward(&experts, r.own))) return status;
-    norm_rows(t, b->after_experts, r.sum, NULL, r.sum, DT_F32);
-    norm_rows(t, (struct norm){0}, t->out, r.sum, t->out, DT_F32);
+    norm_rows(t, b->after_experts, r.sum, r.sum, DT_F32);
+    add_delta(t->out, r.sum, t->decoder->hidden, t->rows, t->decoder->hidden, 1, 1);
     return QUIRE_OK;
 }
 

@@ -40,12 +40,7 @@ INLINE void convolve_segment_of(const struct convolution *c, int64_t slice, int6
 /* The same for any type. Never inlined: compiling it takes a second. */
 __attribute__((noinline)) static void convolve_segment(const struct convolution *c, int64_t slice, int64_t first, int64_t num,
                                                        int64_t segment, float *out, int64_t out_stride, int is_silu) {
-    if (c->dtype == DT_F32)
-        convolve_segment_of(c, slice, first, num, segment, out, out_stride, is_silu, DT_F32);
-    else if (c->dtype == DT_BF16)
-        convolve_segment_of(c, slice, first, num, segment, out, out_stride, is_silu, DT_BF16);
-    else
-        convolve_segment_of(c, slice, first, num, segment, out, out_stride, is_silu, DT_F16);
+    BY_TYPE(c->dtype, convolve_segment_of, c, slice, first, num, segment, out, out_stride, is_silu);
 }
 
 /* The same for all channels. */

@@ -345,12 +345,8 @@ static int32_t add_beside(const struct turn *second, struct workspace *w) {
     const struct decoder *d = second->decoder;
     const struct layer *layer = second->layer;
     int32_t status = part_multiply(second, PLACE_O, &layer->beside.last, w->beside, w->added, DT_F32);
-    struct norm_args sum = {
-        .residual = w->delta, .delta = w->added, .out = w->delta, .rows = second->rows, .width = d->hidden,
-        .residual_stride = d->hidden, .delta_stride = d->hidden, .out_stride = d->hidden,
-        .alpha = layer->beside_scale / layer->mixer_scale, .scale = layer->mixer_scale,
-    };
-    if (!status) quire_add_rms_norm(&sum);
+    float alpha = layer->beside_scale / layer->mixer_scale;
+    if (!status) add_delta(w->delta, w->added, d->hidden, second->rows, d->hidden, alpha, layer->mixer_scale);
     return status;
 }
 
@@ -451,12 +447,7 @@ static int32_t fill_inputs(const struct forward_args *f, struct workspace *w) {
             .width = p->width, .residual_stride = p->width, .out_stride = p->width, .eps = p->eps,
         };
         quire_add_rms_norm(&norm);
-        float *sum = w->inputs + at * wide;
-        struct norm_args add = {
-            .residual = sum, .delta = w->projected, .out = sum, .rows = num, .width = wide,
-            .residual_stride = wide, .delta_stride = wide, .out_stride = wide, .alpha = 1,
-        };
-        quire_add_rms_norm(&add);
+        add_delta(w->inputs + at * wide, w->projected, wide, num, wide, 1, 1);
     }
     return QUIRE_OK;
 }

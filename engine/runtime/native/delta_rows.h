@@ -7,12 +7,13 @@ INLINE void complete_delta(const struct pass *p, float *token, const char *row, 
     const struct recurrence *r = p->sizes;
     int64_t channels = r->channels, heads = r->num_heads;
     for (int64_t head = 0; head < 2 * r->num_k_heads; head++) {
-        float *x = token + head * r->k_dim, length = sqrtf(sum_squares(x, r->k_dim) + 1e-6f);
+        struct view x = floats(token, head * r->k_dim);
+        float length = sqrtf(sum_squares(x, r->k_dim) + 1e-6f);
         scale_floats(x, r->k_dim, 1.f / (head < r->num_k_heads ? length * sqrtf((float)r->k_dim) : length));
     }
     struct view b = {(void *)row, (size_t)(channels + heads * r->v_dim), dtype}, a = b;
-    struct view rates = {(void *)d->rates, 0, DT_F32}, biases = {(void *)d->biases, 0, DT_F32};
-    struct view decays = {token, (size_t)channels, DT_F32}, betas = {token, (size_t)(channels + heads), DT_F32};
+    struct view rates = floats(d->rates, 0), biases = floats(d->biases, 0);
+    struct view decays = floats(token, channels), betas = floats(token, channels + heads);
     a.at += (size_t)heads;
     for (int64_t i = 0; i < heads; i += W) {
         vf x = softplus_f(get(a, i, heads) + get(biases, i, heads));
@@ -59,12 +60,12 @@ INLINE void change_by_delta(const struct pass *p, const struct head_token *t, st
 INLINE void finish_delta(const struct pass *p, float *token, const char *row, int64_t out_row) {
     const struct recurrence *r = p->sizes;
     enum dtype dtype = (enum dtype)p->convolution.dtype;
-    struct view norm = {(void *)((const struct delta *)p->rule)->norm, 0, DT_F32};
+    struct view norm = floats(((const struct delta *)p->rule)->norm, 0);
     for (int64_t head = 0; head < r->num_heads; head++) {
-        const float *results = token + p->v + head * r->v_dim;
-        struct view x = {(void *)results, 0, DT_F32}, z = {(void *)row, (size_t)(r->channels + head * r->v_dim), dtype};
+        struct view x = floats(token, p->v + head * r->v_dim);
+        struct view z = {(void *)row, (size_t)(r->channels + head * r->v_dim), dtype};
         struct view out = {p->out, (size_t)((out_row * r->num_heads + head) * r->v_dim), dtype};
-        float factor = 1.f / sqrtf(sum_squares(results, r->v_dim) / (float)r->v_dim + p->eps);
+        float factor = 1.f / sqrtf(mean_square(x, r->v_dim) + p->eps);
         for (int64_t i = 0; i < r->v_dim; i += W)
             put(out, i, r->v_dim, get(x, i, r->v_dim) * factor * get(norm, i, r->v_dim) * silu_f(get(z, i, r->v_dim)));
     }

@@ -6,31 +6,18 @@
 
 enum { STRIP = 64 }; /* values of a row that are packed in turn: what several rows write then stays in the cache */
 
-/* The nearest bfloat16. */
-static uint16_t narrow(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 /* Values [first, first + num) of a row as the panels hold them; `to` has room for STRIP float32. */
 static void convert(const uint8_t *row, int64_t first, int64_t num, int32_t kind, int32_t format, uint32_t *to) {
     const int is_kept = kind == (format == WEIGHT_F32 ? STORED_F32 : STORED_BF16);
     const size_t size = kind == STORED_F32 ? 4 : 2;
-    row += (size_t)first * size;
-    if (is_kept) memcpy(to, row, (size_t)num * size);
-    for (int64_t i = 0; i < num && !is_kept; i++) {
-        uint32_t bits = 0;
-        float value;
-        memcpy(&bits, row + (size_t)i * size, size);
-        if (kind == STORED_BF16) bits <<= 16;
-        memcpy(&value, &bits, sizeof value);
-        if (kind == STORED_F16) value = f16_to_f32(row + (size_t)i * size);
-        uint16_t low = narrow(value);
-        if (format == WEIGHT_F32) memcpy(to + i, &value, sizeof value);
-        else memcpy((uint16_t *)to + i, &low, sizeof low);
+    float values[STRIP];
+    if (is_kept) {
+        memcpy(to, row + (size_t)first * size, (size_t)num * size);
+        return;
     }
+    read_floats(kind, row, first, num, values);
+    if (format == WEIGHT_F32) memcpy(to, values, (size_t)num * sizeof(float));
+    else narrow_bf16(values, (uint16_t *)to, num);
 }
 
 static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, int64_t end) {

@@ -107,7 +107,7 @@ void gemm_gather(const struct gemm_args *a, int64_t group, const char *alone, co
 
 void gemm_pack_rows(const void *args, int64_t begin, int64_t end) {
     const struct gemm_args *a = args;
-    size_t size = a->w.dtype == DT_F32 ? 4 : 2;
+    size_t size = size_of(a->w.dtype);
     for (int64_t g = begin; g < end; g++)
         gemm_pack_group(a, g, (const char *)a->x + (size_t)(gemm_group_start(a, g) * a->x_stride) * size, a->x_stride);
 }
@@ -231,7 +231,7 @@ static void add_low_rank(const struct gemm_args *a, int64_t first, int64_t num_r
 /* The address of one row's results of a panel. */
 INLINE char *gemm_target(const struct gemm_args *a, int64_t row, int64_t panel) {
     int64_t column = panel * panel_columns_of(&a->w);
-    return (char *)a->y + (size_t)(row * a->y_stride + column) * (a->y_dtype == DT_F32 ? 4 : 2);
+    return (char *)a->y + (size_t)(row * a->y_stride + column) * size_of(a->y_dtype);
 }
 
 /* Prefetch the lines that the results are written to: rows are pages apart. */
@@ -275,12 +275,7 @@ INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t
 
 static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
                         int64_t panel) {
-    if (a->y_dtype == DT_F32)
-        gemm_finish_as(a, sums, first_row, num_rows, panel, DT_F32);
-    else if (a->w.dtype == DT_BF16)
-        gemm_finish_as(a, sums, first_row, num_rows, panel, DT_BF16);
-    else
-        gemm_finish_as(a, sums, first_row, num_rows, panel, DT_F16);
+    BY_TYPE(a->y_dtype, gemm_finish_as, a, sums, first_row, num_rows, panel);
 }
 
 static void gemm_quantised(const struct gemm_args *a, const struct gemm_share *share) {

@@ -54,11 +54,7 @@ static int32_t run(const struct turn *t) {
     quire_add_rms_norm(&round);
     if ((status = part_multiply(&own, 0, &l->widen, r.rows, t->out, DT_F32)) || !l->shared.kind) return status;
     if ((status = l->shared.kind->run(&own))) return status;
-    struct norm_args add = {
-        .residual = t->out, .delta = r.sum, .out = t->out, .rows = t->rows, .width = d->hidden,
-        .residual_stride = d->hidden, .delta_stride = d->hidden, .out_stride = d->hidden, .alpha = 1,
-    };
-    quire_add_rms_norm(&add);
+    add_delta(t->out, r.sum, d->hidden, t->rows, d->hidden, 1, 1);
     return QUIRE_OK;
 }
 

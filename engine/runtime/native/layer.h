@@ -132,6 +132,16 @@ SHARED struct scores {
 EXPORT int32_t part_attend(const struct turn *t, const struct scores *scores, const void *k, const void *v,
                            int64_t kv_stride, const void *q, int64_t q_stride, void *out);
 
+/* x [rows, width] = scale * (x + alpha * delta), in float32; rows of delta lie `delta_stride` numbers apart. */
+static inline void add_delta(float *x, const float *delta, int64_t delta_stride, int64_t rows, int64_t width, float alpha,
+                             float scale) {
+    struct norm_args args = {
+        .residual = x, .delta = delta, .out = x, .rows = rows, .width = width,
+        .residual_stride = width, .delta_stride = delta_stride, .out_stride = width, .alpha = alpha, .scale = scale,
+    };
+    quire_add_rms_norm(&args);
+}
+
 /* Raise *most to the bytes of packed rows for a matrix. */
 static inline void widen_packed(size_t *most, const struct linear *matrix, int64_t rows) {
     struct gemm_args args = {.w = *matrix, .m = rows};

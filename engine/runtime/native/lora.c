@@ -1,6 +1,6 @@
 /* Low-rank adapters (lora.h): rows are gathered by adapter and multiplied with the first of its two matrices; the model's
  * product continues from there. */
-#include "lora.h"
+#include "layer.h"
 
 #include <string.h>
 
@@ -26,15 +26,13 @@ size_t adapter_rows_lay_out(struct adapter_rows *r, const struct adapters *adapt
             const struct low_rank *low = &adapters->layers[i][at];
             if (low->down.packed) widen(&room, low, num_rows);
         }
-    void **parts[] = {(void **)&r->starts, (void **)&r->order, (void **)&r->addends, (void **)&r->x, (void **)&r->low,
-                      &r->packed};
-    size_t rows = (size_t)num_rows, used = 0;
-    size_t sizes[] = {((size_t)adapters->num + 1) * sizeof(int64_t), rows * sizeof(int64_t),
-                      rows * sizeof(struct addend), room.x, room.low, room.packed};
-    for (int i = 0; i < 6; i++) {
-        if (base) *parts[i] = base + used;
-        used += (sizes[i] + 63) / 64 * 64;
-    }
+    size_t used = 0;
+    r->starts = carve(base, &used, adapters->num + 1, sizeof(int64_t));
+    r->order = carve(base, &used, num_rows, sizeof(int64_t));
+    r->addends = carve(base, &used, num_rows, sizeof(struct addend));
+    r->x = carve(base, &used, 1, room.x);
+    r->low = carve(base, &used, 1, room.low);
+    r->packed = carve(base, &used, 1, room.packed);
     r->adapters = adapters;
     return used;
 }

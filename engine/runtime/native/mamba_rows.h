@@ -6,8 +6,8 @@ INLINE void complete_mamba(const struct pass *p, float *token, const char *row, 
     const struct mamba *m = p->rule;
     int64_t channels = p->sizes->channels, heads = p->sizes->num_heads;
     struct view dt = {(void *)row, (size_t)(p->inputs + channels), dtype};
-    struct view rates = {(void *)m->rates, 0, DT_F32}, biases = {(void *)m->biases, 0, DT_F32};
-    struct view decays = {token, (size_t)channels, DT_F32}, steps = {token, (size_t)(channels + heads), DT_F32};
+    struct view rates = floats(m->rates, 0), biases = floats(m->biases, 0);
+    struct view decays = floats(token, channels), steps = floats(token, channels + heads);
     for (int64_t i = 0; i < heads; i += W) {
         vf step = softplus_f(get(dt, i, heads) * splat(m->step_scale) + get(biases, i, heads));
         step = clamp_f(step, splat(m->min_step), splat(m->max_step));

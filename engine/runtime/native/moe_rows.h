@@ -9,9 +9,8 @@ INLINE void widen_as(const struct widen_args *a, int64_t begin, int64_t end, enu
 INLINE void clamp_as(const struct clamp_args *a, int64_t begin, int64_t end, enum dtype dtype) {
     vf limit = splat(a->limit);
     for (int64_t row = begin; row < end; row++) {
-        struct view gates = {(void *)a->gate_up, (size_t)(2 * row * a->width), DT_F32}, ups = gates;
+        struct view gates = floats(a->gate_up, 2 * row * a->width), ups = floats(a->gate_up, (2 * row + 1) * a->width);
         struct view out = {a->inner, (size_t)(row * a->width), dtype};
-        ups.at += (size_t)a->width;
         for (int64_t i = 0; i < a->width; i += W) {
             vf gate = get(gates, i, a->width), up = get(ups, i, a->width);
             gate = select_f(COMPARE(gate, >, limit), limit, gate); /* NaN stays */
@@ -29,10 +28,8 @@ void add_ranks(const void *args, int64_t begin, int64_t end) {
         struct view y = {a->y, (size_t)(row * a->width), DT_F32};
         for (int64_t i = 0; i < a->width; i += W) {
             vf sum = splat(0);
-            for (int64_t rank = 0; rank < a->num_ranks; rank++) {
-                struct view result = {(void *)a->results, (size_t)(places[rank] * a->width), DT_F32};
-                sum += weights[rank] * get(result, i, a->width);
-            }
+            for (int64_t rank = 0; rank < a->num_ranks; rank++)
+                sum += weights[rank] * get(floats(a->results, places[rank] * a->width), i, a->width);
             put(y, i, a->width, sum);
         }
     }

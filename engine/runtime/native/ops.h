@@ -5,13 +5,21 @@ INLINE struct view view_of(const void *base, int32_t own, enum dtype dtype, size
     return (struct view){(void *)base, at, own == DT_F32 ? DT_F32 : dtype};
 }
 
-INLINE void norm_row(struct view in, struct view out, struct view weight, int64_t width, float eps) {
+INLINE struct view floats(const float *base, int64_t at) { return (struct view){(void *)base, (size_t)at, DT_F32}; }
+
+INLINE float sum_squares(struct view x, int64_t width) {
     vf squares = splat(0);
     for (int64_t i = 0; i < width; i += W) {
-        vf x = get(in, i, width);
-        squares += x * x;
+        vf value = get(x, i, width);
+        squares += value * value;
     }
-    float factor = 1.f / sqrtf(sum_f(squares) / (float)width + eps);
+    return sum_f(squares);
+}
+
+INLINE float mean_square(struct view x, int64_t width) { return sum_squares(x, width) / (float)width; }
+
+INLINE void norm_row(struct view in, struct view out, struct view weight, int64_t width, float eps) {
+    float factor = 1.f / sqrtf(mean_square(in, width) + eps);
     for (int64_t i = 0; i < width; i += W) put(out, i, width, get(in, i, width) * factor * get(weight, i, width));
 }
 
@@ -138,16 +146,11 @@ INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum 
     }
 }
 
-/* One copy of each for every type, the type known to the compiler. */
+/* One copy of each for every type. */
 #define FOR_EACH_TYPE(name, of)                                      \
     void name##_rows(const void *args, int64_t begin, int64_t end) { \
         const struct of *a = args;                                   \
-        if (a->dtype == DT_F32)                                      \
-            name##_as(a, begin, end, DT_F32);                        \
-        else if (a->dtype == DT_BF16)                                \
-            name##_as(a, begin, end, DT_BF16);                       \
-        else                                                         \
-            name##_as(a, begin, end, DT_F16);                        \
+        BY_TYPE(a->dtype, name##_as, a, begin, end);                 \
     }
 
 FOR_EACH_TYPE(add_rms_norm, norm_args)

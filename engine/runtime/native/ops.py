@@ -133,8 +133,7 @@ class NativeLinear:
     ) -> None:
         """Pack the rows of one matrix into `arena` or the default one, for x and bias of `dtype`.
 
-        Parts may be of several types that the format holds: floats for F32 and BF16, of `dtype` for INT8, which rounds
-        them. With an activation (a code of quire_cpu.h) the weight is gates and then ups, and
+        Parts may be of several types that the format holds: floats for F32 and BF16, and for INT8, which rounds them. With an activation (a code of quire_cpu.h) the weight is gates and then ups, and
         y = activation(gates) * ups.
         """
         assert bias is None or (bias.dtype is dtype and bias.is_contiguous())
@@ -187,17 +186,9 @@ class NativeLinear:
         """Pack the parts in order; if all lie in files, the library's packer may do it later, but not for a small matrix."""
         first_row, calls = 0, []
         for part in parts:
-            stored = stored_args(part)
-            if self._scales is not None:
-                stored.kind = DTYPES[_FLOATS[part.kind]]
-                assert stored.kind == self.args.dtype
             linear = self.args
-            sizes = (first_row, linear.n, linear.k, part.head_rows)
-            calls.append(
-                PackArgs(
-                    stored, linear.packed, linear.scales, *sizes, format=linear.format, activation=linear.activation
-                )
-            )
+            sizes, codes = (first_row, linear.n, linear.k, part.head_rows), (linear.format, linear.activation)
+            calls.append(PackArgs(stored_args(part), linear.packed, linear.scales, *sizes, *codes))
             first_row += part.num_rows
         work = partial(_pack, self._library, calls, (self._packed, parts))
         is_large = self.args.n * self.args.k >= _WORTH_A_THREAD

@@ -249,35 +249,27 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
         for (int v = 0; v < PANEL / W; v += vectors_of(R), lines = 0)                      \
             quant_dot(F, R, w, panel, first_row, v, x, out, ahead, lines);                 \
         break;
-#define DEFINE_QUANT_DOT(name, F)                                                                        \
-    static void name(const struct linear *w, const char *panel, int64_t first_row, struct quant_group x, \
-                     int64_t num, float *out, const char *ahead, size_t lines) {                         \
-        switch (num) {                                                                                   \
+#define DEFINE_QUANT_DOT(F)                                                                                       \
+    static void quant_dot_##F(const struct linear *w, const char *panel, int64_t first_row, struct quant_group x, \
+                              int64_t num, float *out, const char *ahead, size_t lines) {                         \
+        switch (num) {                                                                                            \
             QUANT_CASE(F, 1) QUANT_CASE(F, 2) QUANT_CASE(F, 3) QUANT_CASE(F, 4) QUANT_CASE(F, 5) QUANT_CASE(F, 6) \
-        }                                                                                                \
+        }                                                                                                         \
     }
 
-DEFINE_QUANT_DOT(quant_dot_int8, WEIGHT_INT8)
-DEFINE_QUANT_DOT(quant_dot_q2_half_min, WEIGHT_Q2_HALF_MIN)
-DEFINE_QUANT_DOT(quant_dot_q3_half, WEIGHT_Q3_HALF)
-DEFINE_QUANT_DOT(quant_dot_q4, WEIGHT_Q4)
-DEFINE_QUANT_DOT(quant_dot_q4_min, WEIGHT_Q4_MIN)
-DEFINE_QUANT_DOT(quant_dot_q5, WEIGHT_Q5)
-DEFINE_QUANT_DOT(quant_dot_q5_min, WEIGHT_Q5_MIN)
-DEFINE_QUANT_DOT(quant_dot_q6_half, WEIGHT_Q6_HALF)
-DEFINE_QUANT_DOT(quant_dot_q6_half_min, WEIGHT_Q6_HALF_MIN)
-DEFINE_QUANT_DOT(quant_dot_q8, WEIGHT_Q8)
-DEFINE_QUANT_DOT(quant_dot_q8_half, WEIGHT_Q8_HALF)
-DEFINE_QUANT_DOT(quant_dot_q8_half_min, WEIGHT_Q8_HALF_MIN)
-DEFINE_QUANT_DOT(quant_dot_table, WEIGHT_IQ4)
-DEFINE_QUANT_DOT(quant_dot_mxfp4, WEIGHT_MXFP4)
-DEFINE_QUANT_DOT(quant_dot_nvfp4, WEIGHT_NVFP4)
-DEFINE_QUANT_DOT(quant_dot_short_table, WEIGHT_IQ2)
-DEFINE_QUANT_DOT(quant_dot_q1, WEIGHT_Q1)
-DEFINE_QUANT_DOT(quant_dot_iq1_s, WEIGHT_IQ1_S)
-DEFINE_QUANT_DOT(quant_dot_q2, WEIGHT_Q2)
-DEFINE_QUANT_DOT(quant_dot_q4_super, WEIGHT_Q4_SUPER)
-DEFINE_QUANT_DOT(quant_dot_q5_super, WEIGHT_Q5_SUPER)
+/* The formats that have kernels. The others have the layout of one of these, and a table of their own. */
+#define EACH_KERNEL(do)                                                                                          \
+    do(WEIGHT_INT8) do(WEIGHT_Q4) do(WEIGHT_Q4_MIN) do(WEIGHT_Q8) do(WEIGHT_Q8_HALF) do(WEIGHT_Q8_HALF_MIN)      \
+    do(WEIGHT_Q2_HALF_MIN) do(WEIGHT_Q3_HALF) do(WEIGHT_Q5) do(WEIGHT_Q5_MIN) do(WEIGHT_Q6_HALF)                 \
+    do(WEIGHT_Q6_HALF_MIN) do(WEIGHT_IQ4) do(WEIGHT_MXFP4) do(WEIGHT_NVFP4) do(WEIGHT_IQ2) do(WEIGHT_Q1)         \
+    do(WEIGHT_IQ1_S) do(WEIGHT_Q2) do(WEIGHT_Q4_SUPER) do(WEIGHT_Q5_SUPER)
+
+INLINE int32_t kernel_of(int32_t format) {
+    if (format == WEIGHT_IQ3_XXS || format == WEIGHT_IQ3_S) return WEIGHT_IQ4;
+    return format == WEIGHT_IQ1_M ? WEIGHT_IQ2 : format;
+}
+
+EACH_KERNEL(DEFINE_QUANT_DOT)
 
 typedef void quant_dot_rows(const struct linear *, const char *, int64_t, struct quant_group, int64_t, float *,
                             const char *, size_t);
@@ -288,32 +280,9 @@ typedef void quant_dot_rows(const struct linear *, const char *, int64_t, struct
  * wants lines in order: codes in several planes are not read so, and a block of them is fetched as it begins. */
 static void quant_panel(const struct linear *w, void *rows, int64_t first, int64_t num, int64_t p, float *out,
                         int64_t turn, int64_t turns) {
-    static quant_dot_rows *const dots[] = {
-        [WEIGHT_INT8] = quant_dot_int8,
-        [WEIGHT_Q2_HALF_MIN] = quant_dot_q2_half_min,
-        [WEIGHT_Q3_HALF] = quant_dot_q3_half,
-        [WEIGHT_Q4] = quant_dot_q4,
-        [WEIGHT_Q4_MIN] = quant_dot_q4_min,
-        [WEIGHT_Q5] = quant_dot_q5,
-        [WEIGHT_Q5_MIN] = quant_dot_q5_min,
-        [WEIGHT_Q6_HALF] = quant_dot_q6_half,
-        [WEIGHT_Q6_HALF_MIN] = quant_dot_q6_half_min,
-        [WEIGHT_Q8] = quant_dot_q8,
-        [WEIGHT_Q8_HALF] = quant_dot_q8_half,
-        [WEIGHT_Q8_HALF_MIN] = quant_dot_q8_half_min,
-        [WEIGHT_IQ4] = quant_dot_table,
-        [WEIGHT_IQ3_XXS] = quant_dot_table,
-        [WEIGHT_IQ3_S] = quant_dot_table,
-        [WEIGHT_MXFP4] = quant_dot_mxfp4,
-        [WEIGHT_NVFP4] = quant_dot_nvfp4,
-        [WEIGHT_IQ2] = quant_dot_short_table,
-        [WEIGHT_IQ1_M] = quant_dot_short_table,
-        [WEIGHT_Q1] = quant_dot_q1,
-        [WEIGHT_IQ1_S] = quant_dot_iq1_s,
-        [WEIGHT_Q2] = quant_dot_q2,
-        [WEIGHT_Q4_SUPER] = quant_dot_q4_super,
-        [WEIGHT_Q5_SUPER] = quant_dot_q5_super,
-    };
+#define ENTRY(F) [F] = quant_dot_##F,
+    static quant_dot_rows *const dots[] = {EACH_KERNEL(ENTRY)};
+#undef ENTRY
     int64_t num_blocks = quant_num_blocks(w->k);
     size_t panel_bytes = quant_panel_bytes(quant_format_of(w->format), w->k);
     const char *panel = (const char *)w->packed + (size_t)p * panel_bytes;
@@ -323,5 +292,5 @@ static void quant_panel(const struct linear *w, void *rows, int64_t first, int64
     int bits = quant_format_of(w->format).bits, has_planes = bits & (bits - 1);
     if (turns == 1) ahead = panel + (has_planes ? 4 : 1) * QNEAR;
     if (num == 1 && !fetches_one_row()) ahead = panel, lines = has_planes ? lines : 0;
-    dots[w->format](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, out, ahead, lines);
+    dots[kernel_of(w->format)](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, out, ahead, lines);
 }

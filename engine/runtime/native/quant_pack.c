@@ -8,13 +8,6 @@
 
 #include "quant_blocks.h"
 
-/* The compiler may neither merge the product with the difference behind it, nor take these loops for unimportant. */
-#if defined(__GNUC__) && !defined(__clang__)
-#define ROUNDED __attribute__((optimize("O3", "fp-contract=off")))
-#else
-#define ROUNDED
-#endif
-
 enum { STRIP = SUPER }; /* blocks of a row that are packed in turn: what several rows write then stays in the cache */
 
 /* The nearest float16. */
@@ -196,19 +189,9 @@ ROUNDED static void block_values(const struct block *from, float values[QBLOCK])
     }
 }
 
-/* The nearest bfloat16. */
-ROUNDED static void narrow_bf16(const float values[QBLOCK], uint16_t out[QBLOCK]) {
-    for (int i = 0; i < QBLOCK; i++) {
-        uint32_t bits;
-        memcpy(&bits, values + i, sizeof bits);
-        uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, is_nan = (bits & 0x7fffffff) > 0x7f800000;
-        out[i] = (uint16_t)(is_nan ? bits >> 16 | 0x40 : nearest);
-    }
-}
-
 static void dequantise_tile(const void *context, const uint8_t *rows, int64_t begin, int64_t end) {
     const struct dequant_args *a = context;
-    const size_t size = a->dtype == DT_F32 ? 4 : 2;
+    const size_t size = size_of(a->dtype);
     for (int64_t row = begin; row < end; row++, rows += a->stored.row_bytes) {
         char *out = (char *)a->out + (size_t)(row * a->k) * size;
         for (int64_t b = 0; b < a->k / QBLOCK; b++, out += QBLOCK * size) {
@@ -217,7 +200,7 @@ static void dequantise_tile(const void *context, const uint8_t *rows, int64_t be
             uint16_t narrow[QBLOCK];
             read_block(a->stored.kind, &a->stored, rows, b, &block);
             block_values(&block, values);
-            if (a->dtype == DT_BF16) narrow_bf16(values, narrow);
+            if (a->dtype == DT_BF16) narrow_bf16(values, narrow, QBLOCK);
             for (int i = 0; i < QBLOCK && a->dtype == DT_F16; i++) narrow[i] = f32_to_f16(values[i]);
             memcpy(out, a->dtype == DT_F32 ? (const void *)values : narrow, QBLOCK * size);
         }
@@ -248,7 +231,7 @@ CONSTANT void read_codes(struct quant_format f, const uint8_t *from, uint32_t qu
 /* Round values to a type. */
 static void round_to(int32_t dtype, float values[QBLOCK]) {
     uint16_t half[QBLOCK];
-    if (dtype == DT_BF16) narrow_bf16(values, half);
+    if (dtype == DT_BF16) narrow_bf16(values, half, QBLOCK);
     for (int i = 0; i < QBLOCK && dtype == DT_F16; i++) {
         half[0] = f32_to_f16(values[i]);
         values[i] = f16_to_f32((const uint8_t *)half);
@@ -295,14 +278,7 @@ void quant_unpack_rows(const void *args, int64_t begin, int64_t end) {
 static void read_values(const struct quant_source *s, const uint8_t *from, int64_t begin, float values[QBLOCK]) {
     int64_t num = s->k - begin < QBLOCK ? s->k - begin : QBLOCK;
     for (int64_t i = num; i < QBLOCK; i++) values[i] = 0;
-    if (s->stored.kind == DT_F32) memcpy(values, from + begin * 4, (size_t)num * sizeof(float));
-    if (s->stored.kind == DT_F16)
-        for (int64_t i = 0; i < num; i++) values[i] = f16_to_f32(from + 2 * (begin + i));
-    if (s->stored.kind == DT_BF16)
-        for (int64_t i = 0; i < num; i++) {
-            uint32_t bits = (uint32_t)((const uint16_t *)from)[begin + i] << 16;
-            memcpy(values + i, &bits, sizeof bits);
-        }
+    read_floats(s->stored.kind, from, begin, num, values);
 }
 
 /* The largest magnitude of a row, infinity or NaN if that is in it: as integers they are in the same order. */

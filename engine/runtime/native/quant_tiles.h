@@ -54,20 +54,8 @@ INLINE void unpack_as(int32_t format, const struct linear *w, const char *panel,
 /* Blocks of panel `p`. */
 static void unpack(const struct linear *w, int64_t p, int64_t first, struct unpacked *to) {
     const char *panel = (const char *)w->packed + (size_t)p * quant_panel_bytes(quant_format_of(w->format), w->k);
-#define UNPACK(format)                              \
-    case format:                                    \
-        unpack_as(format, w, panel, first, to);     \
-        break;
-    switch (w->format) {
-        UNPACK(WEIGHT_Q2_HALF_MIN) UNPACK(WEIGHT_Q3_HALF) UNPACK(WEIGHT_Q4) UNPACK(WEIGHT_Q4_MIN) UNPACK(WEIGHT_Q5)
-        UNPACK(WEIGHT_Q5_MIN) UNPACK(WEIGHT_Q6_HALF) UNPACK(WEIGHT_Q6_HALF_MIN) UNPACK(WEIGHT_Q8) UNPACK(WEIGHT_Q8_HALF)
-        UNPACK(WEIGHT_Q8_HALF_MIN) UNPACK(WEIGHT_IQ4) UNPACK(WEIGHT_MXFP4) UNPACK(WEIGHT_NVFP4) UNPACK(WEIGHT_IQ2)
-        UNPACK(WEIGHT_Q1) UNPACK(WEIGHT_IQ1_S) UNPACK(WEIGHT_Q2) UNPACK(WEIGHT_Q4_SUPER) UNPACK(WEIGHT_Q5_SUPER)
-        UNPACK(WEIGHT_INT8)
-    case WEIGHT_IQ3_XXS:
-    case WEIGHT_IQ3_S: unpack_as(WEIGHT_IQ4, w, panel, first, to); break;
-    default: unpack_as(WEIGHT_IQ2, w, panel, first, to);
-    }
+#define UNPACK(F) case F: unpack_as(F, w, panel, first, to); break;
+    switch (kernel_of(w->format)) { EACH_KERNEL(UNPACK) }
 #undef UNPACK
 }
 

@@ -8,7 +8,6 @@
 
 #include "quant_format.h"
 #include "quire_cpu.h"
-#include "stored_rows.h"
 
 enum { KEPT_BYTES = 256 << 20 };
 
@@ -170,7 +169,7 @@ static void run_heads(const void *context, int64_t begin, int64_t end) {
     const struct heads_args *a = job->args;
     for (int64_t head = begin; head < end; head++) {
         const struct linear *w = &a->heads[head];
-        size_t size = w->dtype == DT_F32 ? 4 : 2;
+        size_t size = size_of(w->dtype);
         struct gemm_args one = {.w = *w, .m = a->m, .x_stride = a->x_stride, .y_stride = a->y_stride, .y_dtype = w->dtype};
         one.x = (const char *)a->x + (size_t)(head * a->x_step) * size;
         one.y = (char *)a->y + (size_t)(head * a->y_step) * size;

@@ -192,8 +192,7 @@ SHARED struct stored_rows {
     float factor;       /* of all weights; not 1 for NVFP4 alone, whose second scale lies elsewhere */
 };
 
-/* Rows to be packed as `format`; for WEIGHT_INT8 `kind` is a dtype. They become rows `first_row`
- * and on of a matrix of `n`, in `packed`, which begins as zeros. */
+/* Rows to be packed as `format`: as rows `first_row` and on of a matrix of `n`, in `packed`, which begins as zeros. */
 SHARED struct quant_source {
     struct stored_rows stored;
     void *packed;

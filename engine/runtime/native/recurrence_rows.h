@@ -2,19 +2,8 @@
  * no sum goes across tokens: a token's bits do not depend on the slice or the pass that it is in. */
 #include "recurrence.h"
 
-INLINE float sum_squares(const float *x, int64_t num) {
-    struct view view = {(void *)x, 0, DT_F32};
-    vf squares = splat(0);
-    for (int64_t i = 0; i < num; i += W) {
-        vf value = get(view, i, num);
-        squares += value * value;
-    }
-    return sum_f(squares);
-}
-
-INLINE void scale_floats(float *x, int64_t num, float factor) {
-    struct view view = {x, 0, DT_F32};
-    for (int64_t i = 0; i < num; i += W) put(view, i, num, get(view, i, num) * factor);
+INLINE void scale_floats(struct view x, int64_t num, float factor) {
+    for (int64_t i = 0; i < num; i += W) put(x, i, num, get(x, i, num) * factor);
 }
 
 INLINE vf softplus_f(vf x) {
@@ -27,7 +16,7 @@ INLINE vf silu_f(vf x) { return x / (1.f + exp_f(-x)); }
 /* Complete a token behind the convolution, of a row as projected. */
 typedef void complete_token(const struct pass *p, float *token, const char *row, enum dtype dtype);
 
-INLINE void prepare_tokens(const struct pass *p, int64_t begin, int64_t end, enum dtype dtype, complete_token *complete) {
+INLINE void prepare_tokens(const struct pass *p, int64_t begin, int64_t end, complete_token *complete, enum dtype dtype) {
     int64_t slice = p->slice, num;
     for (int64_t at = p->begin + begin; at < p->begin + end; at += num) {
         while (p->firsts[slice + 1] <= at) slice++;
@@ -43,12 +32,7 @@ INLINE void prepare_tokens(const struct pass *p, int64_t begin, int64_t end, enu
 
 /* Tokens [begin, end) of a pass: everything that needs no state. */
 INLINE void prepare_pass(const struct pass *p, int64_t begin, int64_t end, complete_token *complete) {
-    if (p->convolution.dtype == DT_F32)
-        prepare_tokens(p, begin, end, DT_F32, complete);
-    else if (p->convolution.dtype == DT_BF16)
-        prepare_tokens(p, begin, end, DT_BF16, complete);
-    else
-        prepare_tokens(p, begin, end, DT_F16, complete);
+    BY_TYPE(p->convolution.dtype, prepare_tokens, p, begin, end, complete);
 }
 
 /* A token's numbers for one head, and columns of its v, which become the result. */

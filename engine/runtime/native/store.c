@@ -6,7 +6,7 @@
 void store_tokens(const void *args, int64_t token_begin, int64_t token_end) {
     const struct store_args *a = args;
     const struct pool *p = &a->pool;
-    size_t dim = (size_t)p->head_dim, bs = (size_t)p->block_size, size = p->dtype == DT_F32 ? 4 : 2;
+    size_t dim = (size_t)p->head_dim, bs = (size_t)p->block_size, size = size_of(p->dtype);
     size_t pair = 4 / size, v_pair = pair < bs ? pair : bs;
     for (int64_t token = token_begin; token < token_end; token++) {
         size_t block = (size_t)a->slots[token] / bs, o = (size_t)a->slots[token] % bs;

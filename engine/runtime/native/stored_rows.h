@@ -30,6 +30,33 @@ static inline __attribute__((always_inline)) float f16_to_f32(const uint8_t *p) 
     return value;
 }
 
+/* The compiler may neither merge a product with the difference behind it, nor take these loops for unimportant. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define ROUNDED __attribute__((optimize("O3", "fp-contract=off")))
+#else
+#define ROUNDED
+#endif
+
+/* Values [first, first + num) of a row of floats. */
+static inline void read_floats(int32_t kind, const uint8_t *row, int64_t first, int64_t num, float *to) {
+    if (kind == STORED_F32) memcpy(to, row + first * 4, (size_t)num * sizeof(float));
+    for (int64_t i = 0; kind == STORED_F16 && i < num; i++) to[i] = f16_to_f32(row + 2 * (first + i));
+    for (int64_t i = 0; kind == STORED_BF16 && i < num; i++) {
+        uint32_t bits = (uint32_t)((const uint16_t *)row)[first + i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+/* The nearest bfloat16. */
+ROUNDED static inline void narrow_bf16(const float *values, uint16_t *to, int64_t num) {
+    for (int64_t i = 0; i < num; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + i, sizeof bits);
+        uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, is_nan = (bits & 0x7fffffff) > 0x7f800000;
+        to[i] = (uint16_t)(is_nan ? bits >> 16 | 0x40 : nearest);
+    }
+}
+
 static int32_t read_file(int32_t file, uint8_t *to, int64_t size, int64_t offset) {
     while (size > 0) {
         ssize_t got = pread(file, to, (size_t)size, (off_t)offset);

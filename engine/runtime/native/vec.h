@@ -331,6 +331,12 @@ INLINE vf lane_fma(vf acc, vu lane, const float *row, size_t l, enum kind kind) 
     return acc;
 }
 
+/* Call work(.., type) with the type known to the compiler. */
+#define BY_TYPE(type, work, ...)                                   \
+    ((type) == DT_F32    ? work(__VA_ARGS__, DT_F32)               \
+     : (type) == DT_BF16 ? work(__VA_ARGS__, DT_BF16)              \
+                         : work(__VA_ARGS__, DT_F16))
+
 /* How this instruction set multiplies a tensor's type. */
 INLINE enum kind kind_of(enum dtype dtype) {
 #ifdef TILES
