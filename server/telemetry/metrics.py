@@ -1,11 +1,11 @@
 """Exports metrics to Prometheus: the engine's statistics and event counts.
 
 The engine counts in plain numbers (engine/core/stats.py) and never calls Prometheus; a scrape turns them into text on the
-event loop thread. event_metrics.py has the metrics of events.
+event loop thread. Prometheus counts what becomes of events itself (event_metrics.py).
 
 A metric of the engine is one row of metric_rows.json, which reads a field of Stats or what is computed here of several;
-engine/core/scheduling/stats_recorder.py counts it. The rows of `spans` and `history` read other counts. VLLM_METRICS are the
-same rows under vLLM's names.
+engine/core/scheduling/stats_recorder.py counts it. The rows of `spans` and `history` read other counts, those of `events` have
+none. VLLM_METRICS are the same rows under vLLM's names.
 
 Each model has a registry of its engine's metrics, which is here while the model is loaded; all have its name as a label.
 
@@ -24,10 +24,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -38,9 +40,10 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from engine.core.stats import FailureCause, Histogram
+from engine.core.stats import REQUEST_BUCKETS_S, FailureCause, Histogram
 from engine.handle import EngineHandle
 from engine.system.version import VERSION
 from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
@@ -94,13 +97,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row; with a `label`, its value is a number per label value."""
+    """One row; with a label, its value is a number per label value. What counts events has no source."""
 
     kind: Kind
     name: str
     help: str
-    source: str  # a field or property of what is counted, or a name of _COMPUTED
-    label: str = ""
+    source: str = ""  # a field or property of what is counted, or a name of _COMPUTED
+    labels: tuple[str, ...] = ()
     vllm: str = ""  # its name there, with --metrics-compat vllm
 
     def read(self, counts: Any) -> Value:
@@ -111,8 +114,7 @@ class Metric:
 
     def family(self, counts: object, common: Mapping[str, str]) -> Family:
         """Return the metric's current samples, each with the `common` labels."""
-        labels = [*common, self.label] if self.label else list(common)
-        family: Family = self.kind.value(self.name, self.help, labels=labels)
+        family: Family = self.kind.value(self.name, self.help, labels=[*common, *self.labels])
         value = self.read(counts)
         own = tuple(common.values())
         if isinstance(family, HistogramMetricFamily):
@@ -125,6 +127,18 @@ class Metric:
             assert not isinstance(value, Histogram)
             family.add_metric(own, value)
         return family
+
+    def counting(self, registry: CollectorRegistry) -> MetricWrapperBase:
+        """Return a metric that counts events from now on."""
+        counting: MetricWrapperBase = _COUNTING[self.kind](self.name, self.help, self.labels, registry=registry)
+        return counting
+
+
+_COUNTING: Mapping[Kind, Callable[..., MetricWrapperBase]] = {
+    Kind.GAUGE: prometheus_client.Gauge,
+    Kind.COUNTER: prometheus_client.Counter,
+    Kind.HISTOGRAM: partial(prometheus_client.Histogram, buckets=REQUEST_BUCKETS_S),
+}
 
 
 def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
@@ -222,7 +236,8 @@ class Metrics:
         self.registry.register(self._models)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
-        self.listeners: list[Listener] = [EventMetrics(self.registry).observe]  # any thread
+        events = {row.name: row.counting(self.registry) for row in ROWS["events"]}
+        self.listeners: list[Listener] = [EventMetrics(events).observe]  # any thread
         if compat_vllm:
             self.listeners.append(self._models.observe)
 
