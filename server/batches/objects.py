@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from engine.text.fields.body import Refused, RequestBody, check_num_fields
-from server.protocol.documents import CompletionTokensDetails
+from server.protocol.documents import CompletionTokensDetails, PageQuery
 
 MAX_WINDOW_S = 30 * 24 * 3600
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
@@ -187,29 +187,9 @@ class BatchLine(BaseModel):
         return data
 
 
-class PageQuery(BaseModel):
-    """The query of GET /v1/batches."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    after: str | None = None
-    limit: int = Field(20, ge=1, le=100)
-
-
 class FilesQuery(PageQuery):
     """The query of GET /v1/files."""
 
     limit: int = Field(10_000, ge=1, le=10_000)
     order: Literal["asc", "desc"] = "desc"
     purpose: str | None = None
-
-
-def page(items: list[FileObject] | list[Batch], *, has_more: bool) -> dict[str, Any]:
-    """Return a page of a list."""
-    return {
-        "object": "list",
-        "data": [item.model_dump(mode="json") for item in items],
-        "first_id": items[0].id if items else None,
-        "last_id": items[-1].id if items else None,
-        "has_more": has_more,
-    }

@@ -25,14 +25,13 @@ from server.batches.objects import (
     BatchStatus,
     FileObject,
     FilesQuery,
-    PageQuery,
     Purpose,
-    page,
     window_seconds,
 )
 from server.batches.upload import Form
 from server.batches.worker import BatchService
 from server.http.bodies import json_body, limited
+from server.protocol.documents import PageQuery
 from server.protocol.errors import ApiError
 
 FORM_BYTES = 16 * 1024  # of a form, beside its file
@@ -100,7 +99,7 @@ async def list_batches(http: Request, batches: InBatches, owner: InOwner) -> dic
     if asked.after is not None:
         await batches.batch(owner, asked.after, "after")
     found = await batches.store(lambda store: store.batches(owner, asked.after, asked.limit + 1))
-    return page(found[: asked.limit], has_more=len(found) > asked.limit)
+    return asked.page([each.model_dump(mode="json") for each in found])
 
 
 @router.get("/v1/batches/{batch_id}")
@@ -185,7 +184,7 @@ async def list_files(http: Request, batches: InBatches, owner: InOwner) -> dict[
     found = await batches.store(
         lambda store: store.files(owner, asked.after, asked.limit + 1, asked.purpose, newest_first=is_descending)
     )
-    return page(found[: asked.limit], has_more=len(found) > asked.limit)
+    return asked.page([each.model_dump(mode="json") for each in found])
 
 
 @router.get("/v1/files/{file_id}")

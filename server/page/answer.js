@@ -76,7 +76,7 @@ export class Answer {
   /** The conversation goes on when every call has its result. */
   #resultChanged() {
     if (this.message.calls.every((call) => call.result !== null)) {
-      this.actions.sendResults(this);
+      this.actions.sendResults();
     }
   }
 
@@ -100,11 +100,11 @@ export class Answer {
 
   #footer() {
     const copy = copyButton("Copy answer", () => this.message.content, this.text);
-    const retry = iconButton("Retry", "retry", () => this.actions.retry(this));
+    const retry = iconButton("Retry", "retry", () => this.actions.retry());
     const curl = iconButton("Show as curl command", "terminal", () => this.#toggleCommand(curl));
     curl.setAttribute("aria-expanded", "false");
     this.journey = iconButton("Show its journey", "journey", () => this.actions.showJourney(this.message.facts.tag));
-    this.goOn = button("Continue", { className: "link", hidden: true, onclick: () => this.actions.goOn(this) });
+    this.goOn = button("Continue", { className: "link", hidden: true, onclick: () => this.actions.goOn() });
     return el("div", { className: "footer" },
       el("span", { className: "actions" }, this.goOn, copy, retry, curl, this.journey), this.facts);
   }
@@ -114,7 +114,7 @@ export class Answer {
     command.hidden = !command.hidden;
     toggle.setAttribute("aria-expanded", String(!command.hidden));
     if (!command.hidden) {
-      const { path, body } = this.actions.request(this);
+      const { path, body } = this.actions.request();
       const code = el("code", { textContent: curlCommand(path, body) });
       command.replaceChildren(copyButton("Copy command", () => code.textContent, code), code);
     }

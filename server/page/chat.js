@@ -3,7 +3,7 @@
 
 import { Answer } from "./answer.js";
 import { Composer } from "./composer.js";
-import { titleOf } from "./conversation.js";
+import { requestFor, titleOf } from "./conversation.js";
 import { button, byId, el, iconButton, sequenceColour } from "./dom.js";
 import { notify } from "./notices.js";
 import { Question } from "./question.js";
@@ -60,7 +60,7 @@ export class Chat {
     this.list.replaceChildren();
     this.sync();
     this.showSettings();
-    this.composer.open(session.conversation.id, this.#isChat ? "Ask something" : "Begin a text");
+    this.composer.open(session.conversation.id);
     this.scroller.toEnd();
   }
 
@@ -157,8 +157,8 @@ export class Chat {
     const view = new Answer(message, {
       retry: () => this.#replace(index(), (at) => this.session.retry(at)),
       goOn: () => this.session.goOn(index()),
-      sendResults: () => this.session.sendResults(index()),
-      request: () => this.session.request(index()),
+      sendResults: () => this.session.retry(index() + 1),
+      request: () => requestFor(this.session.conversation, index()),
       showJourney: this.host.showJourney,
     });
     if (this.session.run?.answer === message) {

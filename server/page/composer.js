@@ -38,12 +38,10 @@ export class Composer {
   }
 
   /** Show the draft of a conversation. */
-  open(id, placeholder) {
+  open(id) {
     this.#id = id;
     this.input.value = recall(KEY)[id] ?? "";
-    this.input.placeholder = placeholder;
     this.#show([]);
-    this.setBusy(this.#isBusy);
   }
 
   /** Offer pictures, if the model takes some. */

@@ -18,10 +18,7 @@ export const DEFAULTS = {
   reasoning_effort: "",
   tools: "", // JSON
 };
-const NUMBERS = [
-  ...["temperature", "top_p", "top_k", "min_p", "max_tokens", "presence_penalty", "frequency_penalty"],
-  ...["repetition_penalty", "seed"],
-];
+const NUMBERS = Object.keys(DEFAULTS).filter((name) => typeof DEFAULTS[name] !== "string"); // null: the server's own
 const COMPLETION_TOKENS = 256;
 const MAX_TITLE = 60;
 

@@ -67,16 +67,6 @@ export class Session {
     return this.#run(index, { continues: true });
   }
 
-  /** Give the model the results of its tool calls. */
-  sendResults(index) {
-    return this.retry(index + 1);
-  }
-
-  /** Return the request that the answer at an index came from. */
-  request(index) {
-    return requestFor(this.conversation, index);
-  }
-
   async #run(index, how) {
     const answer = this.messages[index];
     const { settings } = this.conversation;

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +18,26 @@ class ResponseBody(BaseModel):
     def json_bytes(self) -> bytes:
         """Return this answer as UTF-8 JSON."""
         return self.__pydantic_serializer__.to_json(self, exclude_unset=True)
+
+
+class PageQuery(BaseModel):
+    """The query of a list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = None
+    limit: int = Field(20, ge=1, le=100)
+
+    def page(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the first of the items that follow; if there are more than fit, one of those is enough to tell."""
+        shown = items[: self.limit]
+        return {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(items) > self.limit,
+        }
 
 
 class Headed(ResponseBody):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AliasChoices, Field, TypeAdapter
 from pydantic_core import to_json
 from starlette.responses import Response
 
@@ -25,6 +25,7 @@ from server.http.openapi import answers
 from server.http.threads import Result, run_slowly
 from server.openai.responses.body import InputBody, Item, ResponsesBody
 from server.openai.responses.formatter import ResponseDocument, ResponsesFormatter
+from server.protocol.documents import PageQuery
 from server.protocol.errors import ApiError
 
 router = APIRouter()
@@ -33,16 +34,12 @@ _ITEMS = TypeAdapter(list[Item])
 Body = TypeVar("Body", bound=InputBody)
 
 
-class ItemsQuery(BaseModel):
+class ItemsQuery(PageQuery):
     """The query of the items of an input, which are listed with all that is known of them, whatever `include` names."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include: str | None = Field(None, validation_alias=AliasChoices("include", "include[]"))
     beta: str | None = None  # of OpenAI's clients
-    limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
-    after: str | None = None
 
 
 @router.post("/v1/responses", responses=answers(ResponseDocument, streams=True))
@@ -105,20 +102,18 @@ async def delete_response(responses: InResponses, owner: InOwner, response_id: s
 @router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(http: Request, responses: InResponses, owner: InOwner, response_id: str) -> dict[str, Any]:
     """List a stored response's input, without that of responses before it."""
-    page = ItemsQuery.model_validate(dict(http.query_params))
+    asked = ItemsQuery.model_validate(dict(http.query_params))
     stored = responses.find(owner, response_id)
     items = await _unless_small(stored.num_bytes, lambda: json.loads(stored.input_items))
-    if page.order == "desc":
+    if asked.order == "desc":
         items.reverse()
-    if page.after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == page.after]
+    if asked.after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == asked.after]
         if not places:
-            message = f"The response has no item {shorten(page.after)!r}; leave after out."
+            message = f"The response has no item {shorten(asked.after)!r}; leave after out."
             raise ApiError(404, "item_not_found", message, "after")
         items = items[places[0] + 1 :]
-    shown = items[: page.limit]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": len(items) > page.limit}
+    return asked.page(items)
 
 
 async def _chat(responses: ResponseStore, owner: str, body: InputBody) -> ChatBody:
