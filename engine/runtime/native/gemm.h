@@ -136,16 +136,7 @@ INLINE void panel_dot(enum kind kind, int R, const uint32_t *panel, const char *
 INLINE void panel_dot_tiles(int64_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums, int is_first,
                             const char *ahead, size_t lines, struct tile_shapes *shapes) {
     const size_t low = num < TILE_ROWS ? (size_t)num : TILE_ROWS, high = (size_t)num - low, width = PANEL * 4;
-    const size_t part = lanes < TILE_LANES ? lanes : TILE_LANES;
-    struct tile_shapes wanted = {0};
-    for (int column = 0; column < 2; column++) {
-        tile_shape(&wanted, column, low, TILE_BYTES); /* sums */
-        tile_shape(&wanted, 2 + column, high, TILE_BYTES);
-        tile_shape(&wanted, 6 + column, part, TILE_BYTES); /* weights */
-    }
-    tile_shape(&wanted, 4, low, part * 4); /* x */
-    tile_shape(&wanted, 5, high, part * 4);
-    tile_reshape(shapes, &wanted);
+    shape_products(shapes, (size_t)num, lanes < TILE_LANES ? lanes : TILE_LANES);
     float *last = sums + low * PANEL;
     if (is_first) {
         tile_zero(0), tile_zero(1);

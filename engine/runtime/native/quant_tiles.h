@@ -114,16 +114,7 @@ INLINE void add_scaled(int count, int has_min, const struct unpacked *w, int64_t
 static void quant_dot_tiles(const struct unpacked *w, int64_t first, size_t num, struct quant_group x, float *sums,
                             struct tile_shapes *shapes) {
     const int groups = QBLOCK / w->group;
-    const size_t low = num < TILE_ROWS ? num : TILE_ROWS;
-    struct tile_shapes wanted = {0};
-    for (int column = 0; column < 2; column++) {
-        tile_shape(&wanted, column, low, TILE_BYTES);
-        tile_shape(&wanted, 2 + column, num - low, TILE_BYTES);
-        tile_shape(&wanted, 6 + column, (size_t)w->group / 4, TILE_BYTES);
-    }
-    tile_shape(&wanted, 4, low, (size_t)w->group);
-    tile_shape(&wanted, 5, num - low, (size_t)w->group);
-    tile_reshape(shapes, &wanted);
+    shape_products(shapes, num, (size_t)w->group / 4);
     ALIGNED int32_t dots[2 * SCALED][2 * TILE_ROWS * PANEL];
     const int64_t count = w->num_blocks * groups;
     for (int64_t i = -SCALED; i < count; i += SCALED) {

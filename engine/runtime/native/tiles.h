@@ -64,4 +64,19 @@ INLINE void tile_reshape(struct tile_shapes *now, const struct tile_shapes *want
     tile_configure(now);
 }
 
+/* Shapes for products of up to two tiles of rows with a panel's two, of `lanes` of four bytes: registers 0 to 3 hold sums, 4 and 5
+ * rows, 6 and 7 weights. */
+INLINE void shape_products(struct tile_shapes *now, size_t num_rows, size_t lanes) {
+    const size_t low = num_rows < TILE_ROWS ? num_rows : TILE_ROWS, high = num_rows - low;
+    struct tile_shapes wanted = {0};
+    for (int column = 0; column < 2; column++) {
+        tile_shape(&wanted, column, low, TILE_BYTES);
+        tile_shape(&wanted, 2 + column, high, TILE_BYTES);
+        tile_shape(&wanted, 6 + column, lanes, TILE_BYTES);
+    }
+    tile_shape(&wanted, 4, low, lanes * 4);
+    tile_shape(&wanted, 5, high, lanes * 4);
+    tile_reshape(now, &wanted);
+}
+
 #endif
