@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import random
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
 from math import nan
@@ -71,17 +72,8 @@ class Drive:
         now = time.perf_counter()
         await asyncio.sleep(_AFTER_S)
         await cancel(tasks)
-        arrivals = [outcome.chunks for outcome in streams]
-        gaps = [gap for times in arrivals for gap in pairwise(times)]
-        alone = [after - before for before, after in gaps if begun <= before and after <= sent]
-        beside = [after - before for before, after in gaps if after > sent and before < now]
-        return {
-            "texts_per_s_beside": self._options.texts / seconds,
-            "gap_p99_s": p99(alone),
-            "gap_p99_beside_s": p99(beside),
-            "tokens_per_s": sum(begun <= at < sent for times in arrivals for at in times) / (sent - begun),
-            "tokens_per_s_beside": sum(sent <= at < now for times in arrivals for at in times) / (now - sent),
-        }
+        figures = of_streams([outcome.chunks for outcome in streams], begun, sent, now)
+        return {"texts_per_s_beside": self._options.texts / seconds, **figures}
 
     async def _all(self) -> tuple[float, list[float]]:
         """Send all texts; return the seconds that all took, and each call."""
@@ -114,6 +106,19 @@ class Drive:
         body = {"model": self._options.chat, "prompt": prompt, "temperature": 0, "stream": True, **longest}
         done = await self._chat.stream("/v1/completions", body, outcome)
         raise ClientError(f"a stream ended early: {done.error or done.finish_reason}")
+
+
+def of_streams(arrivals: Sequence[Sequence[float]], begun: float, sent: float, now: float) -> dict[str, float]:
+    """Return the figures of streams that were alone from `begun` on, and beside texts from `sent` until `now`."""
+    gaps = [gap for times in arrivals for gap in pairwise(times)]
+    alone = [after - before for before, after in gaps if begun <= before and after <= sent]
+    beside = [after - before for before, after in gaps if after > sent and before < now]
+    return {
+        "gap_p99_s": p99(alone),
+        "gap_p99_beside_s": p99(beside),
+        "tokens_per_s": sum(begun <= at < sent for times in arrivals for at in times) / (sent - begun),
+        "tokens_per_s_beside": sum(sent <= at < now for times in arrivals for at in times) / (now - sent),
+    }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

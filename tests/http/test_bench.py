@@ -14,6 +14,7 @@ from loadtest.__main__ import main
 from loadtest.bench import Asking, Level, Sweep, closed_loop, first_model, open_loop
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.daemon import fake_daemon
+from loadtest.texts import of_streams
 from loadtest.workload import Job
 from tests.patience import PATIENCE_S
 
@@ -263,7 +264,18 @@ def test_texts_are_measured_alone_and_beside_streams_of_another_daemon(
     assert main(["texts", *arguments, "--chat", "fake", "--chat-url", *reversed(urls), "--streams", "2"]) == 0
     rounds = json.loads(report.read_text())
     assert list(rounds) == urls
-    assert all(each["texts_per_s"] > 0 and each["tokens_per_s"] > 0 for (each,) in rounds.values())
+    assert all(each["texts_per_s"] > 0 and each["texts_per_s_beside"] > 0 for (each,) in rounds.values())
+    assert all(name in each for (each,) in rounds.values() for name in of_streams([], 0.0, 1.0, 2.0))
+
+
+def test_streams_are_counted_alone_and_beside_texts() -> None:
+    arrivals = [[1.0, 1.5, 2.0, 3.0, 4.0], [1.25, 1.75, 2.75, 3.75, 4.75]]
+    assert of_streams(arrivals, 1.0, 2.0, 4.0) == {
+        "gap_p99_s": 0.5,
+        "gap_p99_beside_s": 1.0,
+        "tokens_per_s": 4.0,
+        "tokens_per_s_beside": 2.0,
+    }
 
 
 def test_requests_beside_a_long_prompt_are_measured_on_each_daemon_in_turns(
