@@ -43,7 +43,7 @@ INLINE_VALUES = 32 * 1024  # about 3 ms
 MAX_READ_S = 20.0
 LOADING_S = 1.0  # between two comments of a stream whose model is being loaded
 FREE_BYTES = 64 * 1024  # of each body, which count on no caller
-MAX_HELD_BODIES = 8  # of the largest size: the bytes of incomplete or unread bodies that are held at most
+MAX_HELD_BODIES = 8  # of the largest size: the bytes of bodies that are held at most, incomplete, unread, or waiting for a load
 
 # A value that takes the memory of several numbers counts as several.
 CONTAINER_WEIGHT = 32  # an object or a list, with its first item
@@ -210,7 +210,7 @@ class BodyReader:
                 more = max(len(raw) + len(piece) - FREE_BYTES, 0) - num_bytes
                 if more and not self._held.take(caller, more):
                     raise _not_read(
-                        f"{self._held.of(caller)} bytes of your large bodies wait to be read; try again later, or send less."
+                        f"{self._held.of(caller)} bytes of your large bodies wait; try again later, or send less."
                     )
                 num_bytes += more
                 raw += piece
@@ -323,7 +323,7 @@ class RequestReader:
             await self._bodies.turns.take()
             IS_LARGE.set(is_large(raw))
             body = await self._bodies.read(model, raw) if IS_LARGE.get() else self._bodies.read_small(model, raw)
-        names = await self._use_model(request, body) if loads else body.ignored_fields()
+            names = await self._use_model(request, body) if loads else body.ignored_fields()  # may wait for a load
         transfer = getattr(body, "kv_transfer_params", None)
         if transfer is not None and self._drops(transfer):
             names.append("kv_transfer_params")

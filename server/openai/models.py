@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from server.answers.models import Entry, State
 from server.answers.parts import InModels, InOwner, check_operator
+from server.http.bodies import FREE_BYTES, limited
 from server.http.openapi import answers
 from server.http.threads import unless_disconnected
 from server.protocol.documents import ResponseBody
@@ -116,7 +117,8 @@ async def load_model(http: Request, models: InModels, owner: InOwner, name: str)
     check_operator(owner, "Loading and unloading models")
     entry = models.find(name)
     entry.failed_s = -math.inf  # tries again now
-    await http.body()
+    async for _ in limited(http, FREE_BYTES, "Loading a model takes no body; send none."):
+        pass  # what follows it tells that the client has left
     await unless_disconnected(http.receive, models.use(entry, asks=False))
     return _json(_status(entry))
 

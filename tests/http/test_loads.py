@@ -197,6 +197,20 @@ def test_the_list_says_what_a_model_takes_before_it_is_loaded() -> None:
         assert taken() == [False] * 3
 
 
+def test_bodies_that_wait_for_a_load_are_bounded() -> None:
+    """Small ones are not: each has 64 KiB for nothing, as a connection may have that it only begins to send."""
+    world = World(keep=("a",), max_body_bytes=100_000)
+    world.opened.clear()
+    with ThreadPoolExecutor(40) as pool, world.serving() as client:
+        waiting = [pool.submit(world.ask, "b", prompt="x" * 90_000) for _ in range(40)]
+        eventually(lambda: any(each.done() for each in waiting))
+        assert text(world.ask("a")) == "hi"
+        world.opened.set()
+        codes = [each.result().json()["error"]["code"] for each in waiting]
+        assert set(codes) == {"body_not_read", "context_length_exceeded"}
+        assert client.post("/v1/models/b/load", content=b"x" * 100_000).status_code == 413
+
+
 def test_a_load_that_all_have_left_is_given_up() -> None:
     world = World(keep=("a",))
     world.opened.clear()
