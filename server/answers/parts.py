@@ -53,6 +53,7 @@ InModel = Annotated[ServedModel, _of_model("model")]
 InResponder = Annotated[Responder, _of_model("responder")]
 InEngine = Annotated[EngineHandle, _of_model("engine")]
 InConfig = Annotated[AppConfig, Depends(_config)]
+InShared = Annotated[AppConfig, part("config")]  # what all models share, which holds none of them
 InJudge = Annotated[Judge | None, _of_model("judge")]
 InLive = Annotated[LiveView, _of_model("live")]
 InAdapterTurn = Annotated[asyncio.Lock, _of_model("adapter_turn")]

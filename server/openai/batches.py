@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from engine.core.shown import shorten
-from server.answers.parts import InConfig, InModels, InOwner
+from server.answers.parts import InModels, InOwner, InShared
 from server.batches.dispatch import new_file_id
 from server.batches.folder import NewFile
 from server.batches.objects import (
@@ -136,7 +136,7 @@ _FORM = {
     "/v1/files",
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
 )
-async def upload_file(http: Request, config: InConfig, batches: InBatches, owner: InOwner) -> FileObject:
+async def upload_file(http: Request, config: InShared, batches: InBatches, owner: InOwner) -> FileObject:
     """Upload a file, as a multipart form."""
     most = config.max_file_bytes
     stream = limited(http, most + FORM_BYTES, f"The file is larger than {most} bytes; split it (--max-file-bytes).")

@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 from engine.core.errors import ShuttingDownError
 from engine.system.version import VERSION
 from server.answers.models import Models
-from server.answers.parts import InConfig, InMetrics, InModels, InOwner, check_operator
+from server.answers.parts import InMetrics, InModels, InOwner, InShared, check_operator
 from server.protocol.errors import ApiError
 
 router = APIRouter()
@@ -37,14 +37,14 @@ def check_health(models: Models, stall_limit_s: float, name: str | None = None) 
 
 
 @router.get("/health", response_class=PlainTextResponse)
-async def health(models: InModels, config: InConfig, model: str | None = None) -> Response:
+async def health(models: InModels, config: InShared, model: str | None = None) -> Response:
     """Liveness: an engine lives and makes steps while it has work; of `model`, its state."""
     check_health(models, config.stall_limit_s, model)
     return PlainTextResponse("ok\n" if model is None else f"{models.find(model).state.value}\n")
 
 
 @router.get("/ready", response_class=PlainTextResponse)
-async def ready(models: InModels, config: InConfig, model: str | None = None) -> Response:
+async def ready(models: InModels, config: InShared, model: str | None = None) -> Response:
     """Readiness: requests are accepted now."""
     check_health(models, config.stall_limit_s, model)
     if models.is_draining:
@@ -65,7 +65,7 @@ async def version() -> dict[str, Any]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(metrics: InMetrics, config: InConfig, owner: InOwner) -> Response:
+async def metrics(metrics: InMetrics, config: InShared, owner: InOwner) -> Response:
     """Return the metrics in Prometheus' format."""
     if config.protect_metrics and config.api_keys:  # without such keys Prometheus has a tenant's
         check_operator(owner, "Reading the metrics of all tenants")

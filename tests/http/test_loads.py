@@ -211,6 +211,21 @@ def test_bodies_that_wait_for_a_load_are_bounded() -> None:
         assert client.post("/v1/models/b/load", content=b"x" * 100_000).status_code == 413
 
 
+def test_an_upload_keeps_no_model_loaded(tmp_path: Path) -> None:
+    """It may take hours, and names none."""
+    world = World(models_max=1, data_dir=tmp_path)
+    with world.serving() as client:
+        assert text(world.ask("a")) == "hi"
+        with socket.create_connection(("127.0.0.1", client.base_url.port or 0)) as upload:
+            upload.sendall(
+                b"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99\r\n"
+                b"content-type: multipart/form-data; boundary=b\r\nexpect: 100-continue\r\n\r\n"
+            )
+            assert upload.recv(65536).startswith(b"HTTP/1.1 100")
+            assert not any(entry.num_users for entry in world.models.entries)
+            assert text(world.ask("b")) == "hi"
+
+
 def test_a_load_that_all_have_left_is_given_up() -> None:
     world = World(keep=("a",))
     world.opened.clear()
