@@ -46,7 +46,9 @@ class Projector(NamedTuple):
 def read_mmproj(path: Path, model: Path) -> Mmproj:
     """Return the vision half in a file, for the text half in another. Raises ConfigError or ModelLoadError."""
     if model.is_dir():
-        raise ConfigError(f"--mmproj is {path}, and {model} has its vision tower in its own files; leave it out.")
+        raise ConfigError(
+            f"--mmproj is {path}, and {model} is no GGUF file, whose vision half that would be; leave it out."
+        )
     (metadata, tensors), text = read_header(path), read_header(model).metadata
     about, own_arch = HFConfig(text, str(model)), metadata.get("general.architecture")
     arch = about.text("general.architecture")

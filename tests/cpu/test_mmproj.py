@@ -182,7 +182,7 @@ def test_a_wrong_file_is_refused_in_a_sentence(folder: Path, tmp_path: Path) -> 
         with pytest.raises(ModelLoadError, match=words) as caught:
             open_checkpoint("auto", model, mmproj=str(mmproj)) if model == text else read_mmproj(mmproj, model)
         assert str(caught.value).count("\n") == 0
-    with pytest.raises(ConfigError, match="has its vision tower in its own files; leave it out"):
+    with pytest.raises(ConfigError, match="is no GGUF file, whose vision half that would be; leave it out"):
         check_model(EngineConfig(model=str(theirs.folder), mmproj=str(vision)), has_tokenizer=True)
     with pytest.raises(ModelLoadError, match="is the vision half of a model; name the file of its text"):
         open_checkpoint("auto", vision)

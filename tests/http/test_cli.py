@@ -261,11 +261,12 @@ def test_http_answers_while_the_model_is_loaded(tmp_path: Path) -> None:
         assert outcome(process)[0] == 0
 
 
-def test_a_signal_ends_the_load_of_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", [True, False], ids=["answers", "imports"])
+def test_a_signal_ends_the_load_of_the_start(tmp_path: Path, answers: bool) -> None:
     (tmp_path / "hold").touch()
     with quire("serve", FAKE_LOAD=str(tmp_path / "hold")) as process:
         url = read_until(process, r"listening on (\S+)")
-        assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 503
+        assert not answers or httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 503
         process.send_signal(signal.SIGTERM)
         status, written = outcome(process)
     assert status == 130
