@@ -111,10 +111,10 @@ async def _resolve(host: str, port: int, param: str) -> str:
         ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         found = await asyncio.get_running_loop().run_in_executor(_RESOLVING, ask)
     except (OSError, UnicodeError):
-        raise refused("its host has no address", param) from None
+        raise refused(f"its host {host!r} has no address; check the name", param) from None
     addresses = [str(address[0]) for *_, address in found]
     if not all(is_public(ip_address(each)) for each in addresses):
-        raise refused("its host is one of a private network", param)
+        raise refused(f"its host {host!r} is in a private network, and none is asked; send the image's bytes", param)
     return addresses[0]
 
 
