@@ -258,4 +258,4 @@ def _refusal(why: str) -> InvalidRequestError:
 
 
 def _unreadable(why: str) -> ConfigError:
-    return ConfigError(f"The chat template cannot be read: {why}; give another with --chat-template.")
+    return ConfigError(f"The chat template cannot be read: {why.rstrip('.')}; give another with --chat-template.")
