@@ -71,7 +71,8 @@ def prepare_all(settings: Settings) -> list[Plan]:
         for plan in plans
         for name in (*plan.app.served_model_names, *(each.name for each in plan.engine.lora_modules))
     ]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    called = [*names, *(alias for plan in plans for alias in plan.app.model_aliases)]
+    if twice := next((name for name in called if called.count(name) > 1), None):
         raise ConfigError(f"The name {twice!r} stands twice; give one model another served-model-name.")
     paths = [path for plan in plans for path in (plan.app.model, *(each.path for each in plan.engine.lora_modules))]
     if odd := next((text for text in (*names, *paths) if text.encode(errors="replace").decode() != text), None):

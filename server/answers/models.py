@@ -228,8 +228,13 @@ class Models:
         for entry in self.entries:
             if any(fnmatchcase(name, pattern) for pattern in entry.config.model_aliases):
                 return entry
-        served = " or ".join([each for entry in self.entries for each in entry.names])
-        message = f"The model {shorten(name)!r} is not served here; use {served}."
+        served = [
+            each
+            for entry in self.entries
+            for each in (*entry.names, *entry.config.model_aliases)
+            if each in entry.names or "*" in each  # else it is the model's path
+        ]
+        message = f"The model {shorten(name)!r} is not served here; use {' or '.join(served)}."
         raise ApiError(404, "model_not_found", message, "model")
 
     def named(self, name: str) -> ModelParts | None:

@@ -306,7 +306,9 @@ def read_entry(entry: object, index: int) -> dict[str, Any]:
         if name not in own:
             hint = suggestion(str(key), [each.replace("_", "-") for each in own])
             raise ConfigError(f"{place} sets {key!r}, which is not a setting of one model{hint or '; remove it.'}")
-        found |= expand(DECLARED, name, value)
+        if name in found:
+            raise ConfigError(f"{place} sets {key!r} twice; keep one of the two spellings.")
+        found |= expand(DECLARED, name, known_value(name, value))
     if "keep" in found:
         if not isinstance(found["keep"], bool):
             raise ConfigError(f"{place} has keep: {found['keep']!r}; it must be true or false.")

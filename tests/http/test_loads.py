@@ -44,7 +44,7 @@ class World:
         config = replace(APP, model="some", **app)
         served = []
         for name in "abc":
-            own = replace(config, served_model_names=(name,), model_aliases=(f"{name}-*",))
+            own = replace(config, served_model_names=(name,), model_aliases=(f"{name}-*", f"/srv/{name}"))
             kept = name in config.keep
             entry = Entry(config=own, load=self.loader(name), is_kept=kept, memory=Memory(weights=10))
             served.append((entry, self.make() if kept else None))
@@ -113,7 +113,7 @@ def test_a_request_loads_its_model_and_the_others_stay() -> None:
         assert client.get("/health?model=b").text == "unloaded\n"
         assert client.get("/tokenizer_info?model=b").json()["error"]["code"] == "model_not_loaded"
         unknown = world.ask("z").json()["error"]["message"]
-        assert unknown == "The model 'z' is not served here; use a or b or c."  # an alias may be a path
+        assert unknown == "The model 'z' is not served here; use a or a-* or b or b-* or c or c-*."
         assert text(world.ask("b-7")) == "hi"
         assert world.states() == ["loaded", "loaded", "unloaded"]
         assert client.get("/v1/models/b").json()["max_model_len"] == 512

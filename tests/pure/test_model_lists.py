@@ -127,6 +127,12 @@ def test_of_two_items_with_one_model_that_is_kept_which_says_so(tmp_path: Path) 
     )
     settings = load_settings(["--config", str(tmp_path / "q.yaml")])
     assert [each.keep for each in settings.each] == [("a",), (), ("m",)]
+    (tmp_path / "q.yaml").write_text("models: [{model: m, dtype: half, max-model-len: -1}]")
+    [only] = load_settings(["--config", str(tmp_path / "q.yaml")]).each
+    assert (only.dtype, only.max_model_len) == ("float16", None)  # as at the top of a file
+    (tmp_path / "q.yaml").write_text("models: [{model: m, max-model-len: 1, max_model_len: 2}]")
+    with pytest.raises(ConfigError, match="sets 'max_model_len' twice"):
+        load_settings(["--config", str(tmp_path / "q.yaml")])
     (tmp_path / "q.yaml").write_text("models: [{model: m, keep: true, served-model-name: 5}]")
     with pytest.raises(ConfigError, match=r"--served-model-name is 5 .*; it must be a list"):
         load_settings(["--config", str(tmp_path / "q.yaml")])
