@@ -117,6 +117,7 @@ class FakeRunner:
         self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)] if memory else None
         self._windows, self._has_full = config.windows, config.has_full
         self._states: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # read and written, by row
+        self._midway: dict[int, tuple[tuple[int, ...], int]] = {}  # of this step: written after so many positions
         self._drafted: dict[int, abc.Sequence[int]] = {}  # the last drafts of each row, whose inputs are kept
         self._replays: dict[int, int] = {}  # of this step
         self._host_pages = [[-1] * config.block_size for _ in range(config.num_host_blocks)]
@@ -259,13 +260,16 @@ class FakeRunner:
         if self._pages is None:
             return []
         self._states |= {move.slot: (move.read, move.written) for move in plan.states}
+        self._midway = {move.slot: (move.midway, move.midway_after) for move in plan.states if move.midway}
         self._replays = dict(plan.replays)
         rows = {piece.slot: self._states[piece.slot] for piece in slices} if self._states else {}
+        kept = {slot: blocks for slot, (blocks, _) in self._midway.items()}
         for slot, (_, written) in rows.items():
-            others = [blocks for other, row in rows.items() if other != slot for blocks in row]
+            others = [blocks for other, row in rows.items() if other != slot for blocks in (*row, kept.get(other, ()))]
             assert set(written).isdisjoint(chain(*others)), "a row reads or writes a state that another one writes"
+            assert set(kept.get(slot, ())).isdisjoint(chain(*others, *rows[slot])), "a snapshot is not its own"
         brought_up = [block for slot in self._replays for block in rows[slot][0]]
-        return [*brought_up, *chain(*(written for _, written in rows.values()))]
+        return [*brought_up, *chain(*kept.values(), *(written for _, written in rows.values()))]
 
     def _compute_state(self, states: list[int], piece: SequenceSlice, pages: list[list[int]]) -> None:
         """Go on from the state before the slice, which must be right, to the one after it."""
@@ -280,6 +284,10 @@ class FakeRunner:
         for part, block in enumerate(read):
             assert pages[block] == self._state(part, states[before]), "a state is of another position"
             pages[block] = self._state(part, states[piece.start])
+        midway, after = self._midway.get(piece.slot, ((), 0))
+        assert after < piece.num_tokens, "a snapshot is of no position within the chunk"
+        for part, block in enumerate(midway):
+            pages[block] = self._state(part, states[piece.start + after])
         for part, block in enumerate(written):
             pages[block] = self._state(part, states[-1])
 

@@ -442,7 +442,8 @@ def _state_of(spec: RecurrentSpec, query_len: int, max_drafts: int) -> DeviceSta
     pool = StatePool([spec], torch.zeros(200, 1 << 16, dtype=torch.uint8), 1, max_drafts)
     numbers = np.array([query_len], np.int32)
     slots = np.arange(pool.places.num_blocks, dtype=np.int32)[None]
-    step = StepStates(slots, slots, np.array([0, query_len], np.int32), numbers, 0 * numbers, 0 * numbers)
+    nothing = 0 * numbers
+    step = StepStates(slots, slots, np.array([0, query_len], np.int32), numbers, nothing, nothing, slots, nothing)
     pool.prepare(replace(_two_slices(query_len, query_len), states=step))
     return pool.of_layer[0].on_device
 

@@ -79,6 +79,7 @@ class SchedulerConfig:
     windows: tuple[int, ...] = ()
     has_full: bool = True  # some layers keep every position; else the first group has no layers, and takes no blocks
     state_blocks: int = 0  # of the pool, that the recurrent state of a sequence takes: see kv/snapshots.py
+    writes_midway: bool = False  # the runner can write the state at a boundary within a chunk of a prompt, too
     # Of a model that attends both ways: each prompt is computed in one step, together with others up to so many tokens.
     whole_step: int = 0
 

@@ -113,8 +113,10 @@ class InFlightStep:
             self.rows += (seq.start_row(),)
         state = seq.kv.state
         if state.is_moved:
-            state.is_moved = False
-            self.states += (StateMove(seq.slot, tuple(state.source), tuple(state.slot)),)
+            self.states += (
+                StateMove(seq.slot, tuple(state.source), tuple(state.slot), tuple(state.midway), state.midway_after),
+            )
+            state.is_moved, state.midway, state.midway_after = False, [], 0
         if state.num_behind:
             self.replays += ((seq.slot, state.num_behind),)
             state.num_behind = 0

@@ -66,6 +66,8 @@ class StateSlots:
     source: list[int] = field(default_factory=list)  # what the last planned chunk reads: `slot` in a plain decode
     is_moved: bool = False  # no plan has said so yet
     num_behind: int = 0  # accepted drafts that `slot` lacks: the next step takes them in first
+    midway: list[int] = field(default_factory=list)  # another slot, which the next chunk writes after ...
+    midway_after: int = 0  # ... so many positions
     # Slots that were left, until the step that reads them is committed.
     held: list[LeftSlot] = field(default_factory=list)
     last: bytes = b""  # the name of the last snapshot behind the prompt

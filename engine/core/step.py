@@ -76,12 +76,15 @@ class StateMove(NamedTuple):
     """The slots of a row's recurrent state, in blocks of the pool, where they are not those that it wrote last.
 
     In this step the row reads one and writes the other; in later steps it does both to the latter, until another move.
-    What a row writes, no other row reads or writes in the same step. Rows that pad a batch have no slot.
+    What a row writes, no other row reads or writes in the same step. Rows that pad a batch have no slot. A chunk of a prompt
+    may write the state after some of its positions into a third slot as well.
     """
 
     slot: int  # the runner row
     read: tuple[int, ...]  # empty at position 0: the state is zero, whatever the blocks hold
     written: tuple[int, ...]
+    midway: tuple[int, ...] = ()
+    midway_after: int = 0  # positions of the chunk
 
 
 class StepPlan(NamedTuple):
@@ -137,8 +140,10 @@ class StepPlan(NamedTuple):
             found.extend((row.slot, row.seq_id, row.num_prompt, len(row.ids), *map(len, row.tables)))
             for table in row.tables:
                 found.extend(table)
-        for slot, read, written in self.states:
-            found.extend((slot, len(read), *read, *written))
+        for move in self.states:
+            found.extend((move.slot, len(move.read), *move.read, *move.written))
+            if move.midway:
+                found.extend((*move.midway, move.midway_after))
         for replay in self.replays:
             found.extend(replay)
         return found

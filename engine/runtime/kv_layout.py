@@ -136,6 +136,8 @@ class StepStates(NamedTuple):
     kept: NDArray[np.int32]  # [S], of its rows, after how many the state is written; the others are drafts
     replays: NDArray[np.int32]  # [S], accepted drafts of the step before, which come before its rows
     rows: NDArray[np.int32]  # [S], runner rows
+    midway: NDArray[np.int32]  # [S, blocks of a slot], written too: what was read, after replays; or a snapshot
+    midway_after: NDArray[np.int32]  # [S], tokens after which the state is written there, replays included; 0: never
 
 
 class StateTensors(NamedTuple):

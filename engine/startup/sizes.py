@@ -50,6 +50,7 @@ def scheduler_config(parts: Parts) -> SchedulerConfig:
         windows=parts.groups.windows,
         has_full=parts.groups.has_full,
         state_blocks=parts.state_blocks,
+        writes_midway=kind == "cpu" and parts.state_blocks > 0,
     )
 
 

@@ -71,5 +71,5 @@ class _State:
     def read(self, index: int) -> list[Tensor]:
         return self._kept
 
-    def write(self, index: int, pieces: Sequence[Tensor], *, brings_up: bool = False) -> None:
+    def write(self, index: int, pieces: Sequence[Tensor], *, midway: bool = False) -> None:
         self._kept = [piece.clone() for piece in pieces]

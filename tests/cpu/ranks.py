@@ -83,7 +83,7 @@ def states_of(model: CausalLM, places: Sequence[int], steps: Sequence[tuple[int,
     begins = np.array([start == 0 for start, _ in steps])
     read = np.where(begins[:, None], np.int32(-1), written)
     zeros = np.zeros(len(lens), np.int32)
-    return StepStates(read, written, np.append(0, lens.cumsum()).astype(np.int32), lens, zeros, zeros)
+    return StepStates(read, written, np.append(0, lens.cumsum()).astype(np.int32), lens, zeros, zeros, read, zeros)
 
 
 @torch.inference_mode()

@@ -53,6 +53,7 @@ class Part(NamedTuple):
     slots: tuple[int | None, int]
     num_replays: int = 0
     num_drafts: int = 0
+    midway: tuple[int, int] | None = None  # a slot, and the tokens after which it is written
 
 
 class Steps:
@@ -79,13 +80,16 @@ class Steps:
         batch = make_batch([(p.start, len(p.ids)) for p in parts], [self._tables[p.row] for p in parts], BLOCK)
         batch.ids = torch.cat([part.ids for part in parts])
         nowhere = [-1] * len(self._slots[0])
+        read = [nowhere if part.slots[0] is None else self._slots[part.slots[0]] for part in parts]
         columns = (
-            [nowhere if part.slots[0] is None else self._slots[part.slots[0]] for part in parts],
+            read,
             [self._slots[part.slots[1]] for part in parts],
             [0, *torch.tensor(lens).cumsum(0).tolist()],
             [len(part.ids) - part.num_drafts for part in parts],
             [part.num_replays for part in parts],
             [part.row for part in parts],
+            [self._slots[part.midway[0]] if part.midway else slot for part, slot in zip(parts, read, strict=True)],
+            [part.midway[1] if part.midway else part.num_replays for part in parts],
         )
         batch.states = StepStates(*(torch.tensor(column, dtype=torch.int32).numpy() for column in columns))
         self._cache.prepare(batch)
@@ -143,16 +147,16 @@ def test_states_are_rounded_to_the_nearest(library: Library, shape: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "granitemoehybrid-mamba", "lfm2"])
-def test_definitions_bring_up_what_a_step_with_replays_reads(name: str, tmp_path: Path) -> None:
-    """The slot that it reads becomes a snapshot of the position where it begins."""
+def test_definitions_write_a_state_midway(name: str, tmp_path: Path) -> None:
+    """At a position in a chunk; with replays it is where the rows begin, and goes into the slot that was read."""
     write_tiny(CASES[name], tmp_path)
     model = load_model(EngineConfig(model=str(tmp_path)), CPU, torch.float32, lambda progress: None)
     assert isinstance(model, Decoder)
     steps = Steps(model, is_native=False)
-    steps.run(Part(0, 0, IDS[0, :20], (None, 0)))
+    steps.run(Part(0, 0, IDS[0, :20], (None, 0), midway=(2, 7)))
     steps.run(Part(0, 20, torch.cat((IDS[0, 20:23], IDS[1, :1])), (0, 0), num_drafts=3))  # two are right
     steps.run(Part(0, 23, IDS[0, 23:24], (0, 1), num_replays=2))
-    for slot, num in ((0, 23), (1, 24)):
+    for slot, num in ((2, 7), (0, 23), (1, 24)):
         states = (steps.state(slot), whole(model, num, is_native=False)[1])
         found, expected = (torch.frombuffer(bytearray(each), dtype=torch.float32) for each in states)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4, equal_nan=True)
@@ -170,12 +174,12 @@ def test_definitions_bring_up_what_a_step_with_replays_reads(name: str, tmp_path
     ids=str,
 )
 def test_no_cut_shows(library: Library, shape: Path, dtype: torch.dtype, state_dtype: str) -> None:
-    """Chunks of any length, beside others, from one slot into the same or another."""
+    """Chunks of any length, beside others, from one slot into the same or another, some into a third midway."""
     model = load(shape, dtype, state_dtype)
     expected, state = whole(model, LENGTH)
     for trial in range(3):
         library.use_threads(1 + trial)
-        steps, hidden = Steps(model), []
+        steps, hidden, num_midway = Steps(model), [], 0
         starts, slots = [0] * ROWS, [None] * ROWS
         while starts[0] < LENGTH:
             parts = []
@@ -183,12 +187,19 @@ def test_no_cut_shows(library: Library, shape: Path, dtype: torch.dtype, state_d
                 num = min(_random.choice((1, 2, 63, 64, 65, 130)), LENGTH - starts[row])
                 if num == 0 or (row and _random.random() < 0.3):
                     continue
-                free = set(range(SLOTS)).difference(slots, (part.slots[1] for part in parts))
-                to = slots[row] if slots[row] is not None and trial % 2 else _random.choice(sorted(free))
-                parts.append(Part(row, starts[row], IDS[row, starts[row] : starts[row] + num], (slots[row], to)))
+                taken = [slot for part in parts for slot in (part.slots[1], *(part.midway or ())[:1])]
+                free = _random.sample(sorted(set(range(SLOTS)).difference(slots, taken)), 2)
+                to = slots[row] if slots[row] is not None and trial % 2 else free[0]
+                midway = None if num == 1 or row else (free[1], _random.choice((1, num - 1, _random.randrange(1, num))))
+                ids = IDS[row, starts[row] : starts[row] + num]
+                parts.append(Part(row, starts[row], ids, (slots[row], to), midway=midway))
             for part, made in zip(parts, steps.run(*parts), strict=True):
                 starts[part.row], slots[part.row] = part.start + len(part.ids), part.slots[1]
                 hidden += [made] if part.row == 0 else []
+                if part.midway and num_midway < 2:
+                    slot, after = part.midway
+                    assert steps.state(slot) == whole(model, part.start + after)[1]
+                    num_midway += 1
         assert torch.equal(torch.cat(hidden), expected)
         assert steps.state(slots[0]) == state
 

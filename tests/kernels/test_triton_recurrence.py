@@ -197,6 +197,8 @@ class World:
             array([piece.num - piece.drafts for piece in pieces]),
             array([piece.replays for piece in pieces]),
             array(range(len(pieces), 0, -1)),
+            array([read for read, _ in slots]),
+            array([piece.replays for piece in pieces]),
         )
 
     def prepare(self, step: StepStates, contexts: list[int], tensors: StateTensors | None = None) -> None:
@@ -223,7 +225,7 @@ class World:
             at = piece.before - piece.replays
             if at:
                 held = zip(model.spec.pieces, model.pieces(states[at], each[:at]), strict=True)
-                self.layer.write(index, [values.to(DEVICE, kind.dtype) for kind, values in held], brings_up=True)
+                self.layer.write(index, [values.to(DEVICE, kind.dtype) for kind, values in held], midway=True)
             self.layer.drafts(index)[: piece.replays] = each[at : piece.before, : model.spec.row].to(DEVICE)
         before = self.states.pool.clone()
         found = self.compute(torch.cat([each[piece.before :] for piece, each in zip(pieces, rows, strict=True)]))

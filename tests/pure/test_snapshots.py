@@ -20,6 +20,7 @@ from engine.core.kv import groups
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.snapshots import RecurrentGroup
+from engine.core.step import StepPlan
 from engine.core.types import AbortCause, BeamParams, Pin
 from loadtest.fake_runner import FakeRunner
 from tests.pure.driver import EOS, VOCAB, Driver, config, request
@@ -45,7 +46,7 @@ def check_held(driver: Driver) -> None:
     """What a step in flight reads or writes is held, and what a sequence writes has no name."""
     pool, group = driver.scheduler.kv.pool, group_of(driver)
     for step in driver.scheduler._in_flight:
-        assert all(pool.is_held(block) for move in step.states for block in (*move.read, *move.written))
+        assert all(pool.is_held(block) for move in step.states for block in (*move.read, *move.written, *move.midway))
     for seq in driver.scheduler.running:
         if not seq.kv.state.is_shared:
             assert not any(group.content(block) for block in seq.kv.state.slot), "a live slot has a name"
@@ -59,6 +60,7 @@ class StateMachine(SchedulerMachine):
         windows=WINDOWS,
         has_full=st.booleans(),
         state_blocks=st.integers(0, 3),
+        writes_midway=st.booleans(),
         num_blocks=st.integers(18, 60),
         tiers=st.sampled_from(
             [(0, 0, False), (8, 0, False), (40, 0, False), (8, 0, True), (40, 0, True), (30, 80, True)]
@@ -156,12 +158,20 @@ def test_a_prompt_is_resumed_at_its_last_boundaries() -> None:
     driver.check_streams()
 
 
+@pytest.mark.parametrize(("changes", "ends"), [({}, [28, 32]), ({"writes_midway": True}, [32])])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_prompt_of_whole_blocks_has_two_boundaries(depth: int) -> None:
-    """The last token of an equal prompt is computed, so that one resumes a block earlier than a longer one."""
-    driver = Driver(stateful(), depth)
-    prompt = tuple(range(32))
+def test_a_prompt_of_whole_blocks_has_two_boundaries(
+    depth: int, changes: dict[str, bool], ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token of an equal prompt is computed, so that one resumes a block earlier than a longer one.
+
+    A chunk ends at the first, unless the runner writes the state there midway.
+    """
+    driver = Driver(stateful(max_num_batched_tokens=40, **changes), depth)
+    prompt, plans, launch = tuple(range(32)), list[StepPlan](), driver.runner.run
+    monkeypatch.setattr(driver.runner, "run", lambda plan: (plans.append(plan), launch(plan))[1])
     run(driver, "first", prompt)
+    assert [chunk.start + chunk.num_tokens for plan in plans for chunk in plan.chunks] == ends
     assert run(driver, "again", prompt) == 28
     assert run(driver, "longer", (*prompt, 7)) == 32
     driver.check_streams()

@@ -10,6 +10,7 @@ K/V writes can be repeated, a recurrence cannot. So a chunk reads one slot and w
     the first chunk        it reads none: the runner begins with zeros
     after a hit, a fork    it reads the snapshot, or the parent's slot, which others may read too; it writes a fresh one
     at a kept boundary     it reads the old slot, which becomes a snapshot, and writes a fresh one
+    across a kept boundary it writes the state there into a fresh slot, which becomes a snapshot, and goes on
 
 So nothing is copied. A slot that was left is held until the step that reads it is committed; then it gets the name of the
 prefix that ends there, and is cached. The slot that a sequence writes is never named: a step in flight may have advanced
@@ -22,9 +23,9 @@ this step begins at each boundary, drafts end there.
 A snapshot is kept where prompts are likely to branch: at the last boundary that the next turn of a conversation surely
 has, else at the last two boundaries of an input (the last token of an equal prompt is computed, so it resumes one block
 earlier than a longer one), at pinned prefixes, where another prompt branched or waits to, every so often in long
-prompts, and at the last boundary of an answer, because its end is known one step late. Chunks of prompts end there. A
-boundary is kept only if no other sequence needs the blocks; a prompt's is then copied to host memory from the slot, which
-the sequence goes on in.
+prompts, and at the last boundary of an answer, because its end is known one step late. Chunks of prompts end there, or at
+the next one if the runner writes the state midway and there is room. A boundary is kept only if no other sequence needs the
+blocks; a prompt's is then copied to host memory from the slot, which the sequence goes on in.
 
 A conversation needs its last snapshot only: once the next turn has its own, the one that it resumed from is evicted before
 all others, here and below, unless another prompt was seen to leave there.
@@ -68,12 +69,22 @@ class RecurrentGroup(Group):
         behind = [end for end in known if end > seq.num_prompt]
         return {seq.kv.branch, *self._prompt_ends(seq), *pinned, *behind}
 
+    def _ends_within(self, seq: Sequence, start: int, stop: int) -> list[int]:
+        """Return the boundaries in a chunk of a prompt that are kept, in order."""
+        every = (start // self._every + 1) * self._every
+        return sorted(end for end in {*self._ends(seq), every} if start < end < stop) if seq.kv.is_cacheable else []
+
     def chunk_end(self, seq: Sequence, start: int, stop: int) -> int:
-        """Return where a chunk of a prompt up to `stop` ends: at the first boundary that is kept."""
-        if not seq.kv.is_cacheable:
-            return stop
-        ends = [end for end in (*self._ends(seq), (start // self._every + 1) * self._every) if start < end < stop]
-        return min(ends, default=stop)
+        """Return where a chunk of a prompt up to `stop` ends: at the first boundary that is kept, unless midway is."""
+        ends = self._ends_within(seq, start, stop)
+        if ends and self._config.writes_midway and self._has_spare(2):  # beside the slot that it goes on in
+            del ends[0]
+        return ends[0] if ends else stop
+
+    def _has_spare(self, num_slots: int) -> bool:
+        """Return whether there are blocks for so many slots beyond those that running sequences may need next."""
+        num_next = self._config.num_paged_groups * self._config.max_num_seqs
+        return self.pool.num_spare >= num_slots * len(self._suffixes) + num_next
 
     def keep_ahead(self, seq: Sequence, position: int) -> bool:
         """Have a prompt keep its state at a boundary, where another leaves it; returns whether it will. It keeps one such."""
@@ -120,9 +131,16 @@ class RecurrentGroup(Group):
         num_slots = (state.is_shared or not state.slot) + (num_rows if num_rows > 1 else 0)
         return num_slots * len(self._suffixes)
 
-    def cover(self, seq: Sequence, _stop: int, _step: InFlightStep) -> None:
+    def cover(self, seq: Sequence, stop: int, _step: InFlightStep) -> None:
         """Choose the slots for the next chunk of a prompt."""
         self._advance(seq)
+        start = seq.num_planned
+        ends = self._ends_within(seq, start, stop) if self._config.writes_midway else ()
+        if ends and self._has_spare(1):
+            state, slot = seq.kv.state, self.pool.alloc_many(len(self._suffixes))
+            state.midway, state.midway_after, state.is_moved = slot, ends[0] - start, True
+            state.held.append(LeftSlot(ends[0], slot, stop))
+            seq.kv.next_publish = min(seq.kv.next_publish, state.due)
 
     def extend(self, seq: Sequence, _step: InFlightStep, *, is_copied: bool) -> None:  # noqa: ARG002 - WindowGroup's parameters
         """Choose the slots for the next position."""
@@ -131,9 +149,7 @@ class RecurrentGroup(Group):
     def _advance(self, seq: Sequence) -> None:
         """Go on in the same slot, or leave it for a fresh one."""
         state, start = seq.kv.state, seq.num_planned
-        # A snapshot is kept in blocks beyond what running sequences may need next.
-        num_next = self._config.num_paged_groups * self._config.max_num_seqs
-        has_spare = self.pool.num_spare >= len(self._suffixes) + num_next
+        has_spare = self._has_spare(1)
         state.source, is_kept = state.slot, self._is_kept(seq, start)
         if is_kept and not has_spare:
             self._keep_below(seq, start)

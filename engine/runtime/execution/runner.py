@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.rows import Rows, SequenceSlice
-from engine.core.step import Pairs, PendingStep, Resources, StepPlan
+from engine.core.step import PendingStep, Resources, StepPlan
 from engine.core.types import Progress
 from engine.runtime.attention.backend import Batch
 from engine.runtime.execution.model_step import Computed, ModelStep, Scores
@@ -210,7 +210,7 @@ class ModelRunner:
         elif self._graphs is not None and not plan.replays and self._is_recorded(self._graphs, slices):
             computed = Computed(self._replay(self._graphs, slices, changes))
         else:
-            computed = self._compute(batches, slices, changes, plan.replays, draws=plan.num_samples > 0)
+            computed = self._compute(batches, slices, changes, plan)
         event = None
         if self._device.type == "cuda":
             computed, event = computed.to_host(), torch.cuda.Event()
@@ -230,10 +230,11 @@ class ModelRunner:
             self._host_pool.bring_in(plan)
 
     def _compute(
-        self, batches: BatchBuilder, slices: Sequence[SequenceSlice], changes: Changes, replays: Pairs, *, draws: bool
+        self, batches: BatchBuilder, slices: Sequence[SequenceSlice], changes: Changes, plan: StepPlan
     ) -> Computed:
-        """Launch a step kernel by kernel; `draws` says whether any row is drawn from."""
-        packet = batches.prepare(slices, changes, replays)
+        """Launch a step kernel by kernel."""
+        draws = plan.num_samples > 0
+        packet = batches.prepare(slices, changes, plan.replays, plan.states)
         self._ranks.send(packet, draws=draws)
         batch = batches.to_batch(packet, self._last_ids)
         seen, vectors, failed = batch, None, list[int]()

@@ -94,6 +94,7 @@ class Slice(NamedTuple):
     stop: int
     num_drafts: int  # last rows, before which the state is written
     num_replays: int  # accepted drafts of the step before, which come before its rows
+    midway_after: int = 0  # tokens, replays included, after which the state is written to another slot as well
 
 
 class RecurrentState(Protocol):
@@ -110,8 +111,8 @@ class RecurrentState(Protocol):
     def read(self, index: int) -> list[Tensor]:
         """Return copies of what a slice reads: [pieces, *shape] for each kind of pieces; zeros at a sequence's beginning."""
 
-    def write(self, index: int, pieces: Sequence[Tensor], *, brings_up: bool = False) -> None:
-        """Write what a slice leaves; with `brings_up` where it has read, as it is after the replays."""
+    def write(self, index: int, pieces: Sequence[Tensor], *, midway: bool = False) -> None:
+        """Write what a slice leaves, or with `midway` what it is `midway_after` tokens."""
 
     def drafts(self, index: int) -> Tensor:
         """Return the memory of a slice's drafts, until its row's next step: [most drafts, width] in the model's type."""

@@ -123,16 +123,16 @@ def advance(
     rule, outputs = prepare(rows, raw), list[Tensor]()
     s = matrices.unflatten(0, (num_heads, -1)).transpose(1, 2).flatten(2).float()  # [heads, k, v]
 
-    def leave(num: int, *, brings_up: bool = False) -> None:
+    def leave(num: int, *, midway: bool = False) -> None:
         pieces = s.to(matrices.dtype).unflatten(2, (-1, matrices.shape[2])).transpose(1, 2).flatten(0, 1)
-        state.write(index, (pieces, tail_after(raw, num, tails)), brings_up=brings_up)
+        state.write(index, (pieces, tail_after(raw, num, tails)), midway=midway)
 
     for t in range(len(rows)):
         s, output = rule(s, t)
         outputs.append(output)
         s = s.to(matrices.dtype).float()  # after every token, so that no cut shows
-        if t + 1 == num_replays:
-            leave(num_replays, brings_up=True)
+        if t + 1 == piece.midway_after:
+            leave(t + 1, midway=True)
         if t + 1 == num_written:
             leave(num_written)
     return torch.stack(outputs[num_replays:])

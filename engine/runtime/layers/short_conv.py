@@ -79,8 +79,8 @@ class ShortConv:
         (tail,) = state.read(index)
         rows = tokens_of(state, index, piece, rows)
         inputs = behind_tail(tail, rows)
-        if piece.num_replays:
-            state.write(index, (tail_after(inputs, piece.num_replays, tail),), brings_up=True)
+        if piece.midway_after:
+            state.write(index, (tail_after(inputs, piece.midway_after, tail),), midway=True)
         state.write(index, (tail_after(inputs, len(rows) - piece.num_drafts, tail),))
         mixed = sums(inputs, self._weight)[piece.num_replays :]
         return mixed if self._bias is None else mixed + self._bias

@@ -56,8 +56,9 @@ INLINE void fetch_rows(const char *next, int64_t row, int64_t num, int64_t row_b
 /* A piece in the slot of a slice that a pass begins with; NULL: it is zero. */
 INLINE char *piece_before(const struct pass *p, int64_t slice, int64_t piece) {
     const struct step_states *states = p->convolution.states;
-    int is_written = p->begin > p->firsts[slice] + states->replays[slice];
-    const int32_t *blocks = (is_written ? states->written : states->read) + slice * states->width;
+    int64_t done = p->begin - p->firsts[slice];
+    const int32_t *blocks = done <= 0 ? states->read : done <= states->midway_after[slice] ? states->midway : states->written;
+    blocks += slice * states->width;
     return blocks[0] < 0 ? NULL : piece_at(&p->convolution, blocks, piece);
 }
 
@@ -68,9 +69,10 @@ INLINE void advance_piece(const struct pass *p, int64_t slice, int64_t piece, co
     const struct step_states *states = p->convolution.states;
     int64_t columns = r->columns, head = piece / (r->v_dim / columns), key = head / r->shared % r->num_k_heads * r->k_dim;
     int64_t size = r->k_dim * columns, first = p->firsts[slice], after = p->firsts[slice + 1];
-    int64_t replayed = first + states->replays[slice], kept = first + kept_of(states, slice);
+    int64_t midway_after = first + states->midway_after[slice], kept = first + kept_of(states, slice);
     int64_t begin = first > p->begin ? first : p->begin, end = after < p->end ? after : p->end;
     char *written = piece_at(&p->convolution, states->written + slice * states->width, piece);
+    char *midway = states->midway_after[slice] ? piece_at(&p->convolution, states->midway + slice * states->width, piece) : NULL;
     uint32_t drafted[end > kept ? size : 1]; /* the state after drafts */
     struct view from = {piece_before(p, slice, piece), 0, dtype};
     if (!from.base) from.base = memset(written, 0, (size_t)size * size_of(dtype));
@@ -79,7 +81,7 @@ INLINE void advance_piece(const struct pass *p, int64_t slice, int64_t piece, co
         struct head_token t = {
             token + p->q + key, token + p->k + key, token + p->v + piece * columns, gates[0], gates[r->num_heads], head,
         };
-        struct view to = {at < replayed ? from.base : at < kept ? written : (char *)drafted, 0, dtype};
+        struct view to = {at < midway_after ? midway : at < kept ? written : (char *)drafted, 0, dtype};
         const char *soon = at + 1 < end ? NULL : next;
         if (columns == 32)
             change(p, &t, from, to, 0, 32, 32 / W, soon);

@@ -16,10 +16,13 @@ static void run_keep(const void *context, int64_t begin, int64_t end) {
     const struct step_states *states = c->states;
     for (int64_t slice = begin; slice < end; slice++) {
         const int32_t *read = states->read + slice * states->width, *written = states->written + slice * states->width;
-        int64_t drafts = states->starts[slice] + states->kept[slice];
-        for (int64_t segment = 0; segment * c->segment < c->channels; segment++) {
+        const int32_t *midway = states->midway + slice * states->width;
+        int64_t drafts = states->starts[slice] + states->kept[slice], after = states->midway_after[slice];
+        int is_left = after && midway[0] != written[0], is_last = is_left && midway[0] == read[0];
+        for (int64_t segment = 0; segment * c->segment < c->channels; segment++) { /* what is read is written last */
+            if (is_left && !is_last) write_inputs(c, slice, after, segment, midway);
             write_inputs(c, slice, kept_of(states, slice), segment, written);
-            if (states->replays[slice] && read[0] != written[0]) write_inputs(c, slice, states->replays[slice], segment, read);
+            if (is_last) write_inputs(c, slice, after, segment, midway);
         }
         if (drafts < states->starts[slice + 1])
             memcpy(c->drafts + states->rows[slice] * states->max_drafts * c->row_bytes, c->rows + drafts * c->row_bytes,

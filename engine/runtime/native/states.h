@@ -1,7 +1,8 @@
 /* A layer's recurrent state in the slots of a step, and the inputs of its convolution.
  *
  * A slice's tokens are its replays, drafts of the step before of which the rows were kept, and then its rows. The state after
- * the replays is written where it was read, and the state after the kept rows where it is to be written. */
+ * the kept rows is written, and before it, of some slices, the state midway: after the replays into the slot that was read, or
+ * at a boundary of a prompt into a snapshot. */
 #ifndef QUIRE_STATES_H
 #define QUIRE_STATES_H
 
@@ -14,6 +15,8 @@ SHARED struct step_states {
     const int32_t *starts;         /* [S + 1]: rows of each slice */
     const int32_t *kept;           /* [S]: of its rows, after how many the state is written; the others are drafts */
     const int32_t *replays;        /* [S]: drafts of the step before that come before its rows */
+    const int32_t *midway;         /* [S][width], blocks */
+    const int32_t *midway_after;   /* [S]: tokens after which the state is written there; 0: never */
     const int32_t *rows;           /* [S]: runner rows */
     int64_t block_bytes, width;    /* blocks of a slot */
     int64_t num_slices, max_drafts;

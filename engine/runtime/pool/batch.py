@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
-from engine.core.step import Pairs
+from engine.core.step import Pairs, StateMove
 from engine.core.types import PoolingParams
 from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import StepStates
@@ -34,7 +34,7 @@ class Packet(NamedTuple):
     """A step's forward pass of T tokens in S slices: all that a rank needs, as arrays on the host."""
 
     longs: NDArray[np.int64]  # ids, positions [T], kv_slots [groups, T]; sample rows [R]; carry rows and their slots
-    ints: NDArray[np.int32]  # query_starts [S + 1], context_lens [S]; with recurrent layers drafts and replays [S]
+    ints: NDArray[np.int32]  # query_starts [S + 1], context_lens [S]; of recurrent layers drafts, replays, midways
     slots: NDArray[np.int64]  # [S], whose rows of the block tables are read
     changes: Changes  # of the block tables, before the step
     num_slices: int
@@ -111,7 +111,7 @@ class PacketBuffers:
         self._num_groups, self._block_size, self._tables = config.num_groups, config.block_size, tables
         self.num_longs = (3 + config.num_groups) * tokens + 3 * seqs  # with drafts, every token may draw
         self._has_states = config.state_blocks > 0
-        self.num_ints = 4 * seqs + 1 + config.num_groups * seqs * tables.width
+        self.num_ints = 5 * seqs + 1 + config.num_groups * seqs * tables.width
         pair = [
             (Staging((self.num_longs,), torch.int64, device), Staging((self.num_ints,), torch.int32, device))
             for _ in range(2)
@@ -173,11 +173,12 @@ class PacketBuffers:
     def _states(self, packet: Packet) -> StepStates:
         """Return the slots of a step, which is launched once."""
         starts = packet.ints[: packet.num_slices + 1].copy()
-        drafts, replays = packet.ints[2 * packet.num_slices + 1 :].reshape(2, -1).copy()
-        slots = packet.slots
-        return StepStates(
-            *self._tables.read_states(slots), starts, np.diff(starts) - drafts, replays, slots.astype(np.int32)
-        )
+        drafts, replays, snapshots = packet.ints[2 * packet.num_slices + 1 :].reshape(3, -1).copy()
+        slots, kept = packet.slots, np.diff(starts) - drafts
+        read, written = self._tables.read_states(slots)
+        midway = np.where(replays[:, None] > 0, read, self._tables.midway(slots))
+        after = np.maximum(replays, snapshots)
+        return StepStates(read, written, starts, kept, replays, slots.astype(np.int32), midway, after)
 
 
 def _rows(table: NDArray[np.int32]) -> Sequence[Sequence[int]]:
@@ -212,10 +213,16 @@ class BatchBuilder(PacketBuffers):
             packet = packet._replace(contexts=contexts.tolist())
         return self.to_batch(packet, last_ids, first_blocks)
 
-    def prepare(self, slices: Sequence[SequenceSlice], changes: Changes = NO_CHANGES, replays: Pairs = ()) -> Packet:
+    def prepare(
+        self,
+        slices: Sequence[SequenceSlice],
+        changes: Changes = NO_CHANGES,
+        replays: Pairs = (),
+        states: Sequence[StateMove] = (),
+    ) -> Packet:
         """Return what a step's forward pass needs, in memory that the packet after the next overwrites.
 
-        `replays` are the plan's. Other ranks make the `changes` of the tables, which are made here already.
+        `replays` and `states` are the plan's. Other ranks make the `changes` of the tables, which are made here already.
         """
         longs, ints = self.begin()
         ids, positions, sample_rows, carry_rows, carry_slots, starts, contexts = _walk(slices)
@@ -233,8 +240,9 @@ class BatchBuilder(PacketBuffers):
         longs[first : first + len(others)] = others
         heads = starts + contexts
         if self._has_states:
-            num_replays = dict(replays)
-            heads += [len(piece.drafts) for piece in slices] + [num_replays.get(piece.slot, 0) for piece in slices]
+            heads += [len(piece.drafts) for piece in slices]
+            for numbers in (dict(replays), {move.slot: move.midway_after for move in states}):
+                heads += [numbers.get(piece.slot, 0) for piece in slices]
         num_heads = len(heads)
         ints[:num_heads] = heads
         return Packet(

@@ -1,6 +1,6 @@
 """The block tables of the pool's rows, by group, and their slots of recurrent state; plans report what changes.
 
-Each rank keeps them. The slots are two more tables, of the blocks that a row reads and of those that it writes. In place of
+Each rank keeps them. The slots are three more tables, of the blocks that a row reads, writes, and writes midway. In place of
 blocks that a window has passed stand any others, because kernels may read them. Engine thread.
 """
 
@@ -24,7 +24,7 @@ class RowTables:
     def __init__(self, config: SchedulerConfig) -> None:
         self.width = max(-(-config.max_model_len // config.block_size), config.state_blocks)
         self._num_groups, self._state_blocks = config.num_groups, config.state_blocks
-        num_tables = config.num_groups + (2 if config.state_blocks else 0)
+        num_tables = config.num_groups + (3 if config.state_blocks else 0)
         self.rows = np.zeros((num_tables, config.max_num_seqs, self.width), np.int32)
         # By slot: entries that a device has, see decode_graphs.py.
         self.num_sent = np.zeros(config.max_num_seqs, np.int64)
@@ -43,7 +43,7 @@ class RowTables:
         if plan.entries:
             parts.append(np.array([(self._place(slot, group) + at, block) for slot, group, at, block in plan.entries]))
         for move in plan.states:
-            for table, slot in enumerate((move.read or (-1,), move.written), self._num_groups):
+            for table, slot in enumerate((move.read or (-1,), move.written, move.midway), self._num_groups):
                 parts.append(np.stack((self._place(move.slot, table) + np.arange(len(slot)), slot), axis=1))
         changes = np.concatenate(parts).astype(np.int32) if parts else NO_CHANGES
         self.write(changes)
@@ -64,9 +64,13 @@ class RowTables:
 
     def read_states(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the blocks that rows read in a step, and write; in the next they read what they have written."""
-        read, written = self.rows[self._num_groups :, slots, : self._state_blocks]
+        read, written = self.rows[self._num_groups : -1, slots, : self._state_blocks]
         self.rows[self._num_groups, slots] = self.rows[self._num_groups + 1, slots]
         return read, written
+
+    def midway(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the blocks that rows write midway, of those that do."""
+        return self.rows[-1, slots, : self._state_blocks]
 
     def read(self, slots: NDArray[np.int64], into: NDArray[np.int32], first: Sequence[int] = ()) -> None:
         """Copy the slots' rows, each from an entry on if given, into [groups, slots, width], as much as that has."""

@@ -115,7 +115,7 @@ class LayerState:
         """Return the step's slices."""
         step = self._pool.step
         drafts = np.diff(step.starts) - step.kept
-        columns = (step.starts[:-1], step.starts[1:], drafts, step.replays)
+        columns = (step.starts[:-1], step.starts[1:], drafts, step.replays, step.midway_after)
         return [Slice(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
 
     @property
@@ -133,9 +133,9 @@ class LayerState:
             for kind, at in zip(self._spec.pieces, self._bytes(slot), strict=True)
         ]
 
-    def write(self, index: int, pieces: Sequence[Tensor], *, brings_up: bool = False) -> None:
-        """Write what a slice leaves; with `brings_up` where it has read."""
-        slot = (self._pool.step.read if brings_up else self._pool.step.written)[index]
+    def write(self, index: int, pieces: Sequence[Tensor], *, midway: bool = False) -> None:
+        """Write what a slice leaves, or what it is midway."""
+        slot = (self._pool.step.midway if midway else self._pool.step.written)[index]
         for values, at in zip(pieces, self._bytes(slot), strict=True):
             self._pool.pool[at] = values.flatten(1).contiguous().view(torch.uint8)
 
