@@ -118,7 +118,9 @@ def test_a_plain_step_draws_what_other_steps_draw(name: str, tmp_path: Path, mon
     own.write_tiny(own.Case(case.config, case.settings | PLAIN[name]), tmp_path)
     model = own.load(tmp_path)
     size = state_blocks(model, 4)
-    config = settings(num_blocks=15 + 2 * size, max_model_len=60, max_num_batched_tokens=11, state_blocks=size)
+    config = settings(
+        num_blocks=15 + 2 * size, max_model_len=60, max_num_batched_tokens=11, state_blocks=size, writes_midway=True
+    )
     asked = [request(f"r{i}", prompt, max_tokens=NUM_NEW, temperature=1.0, seed=i) for i, prompt in enumerate(PROMPTS)]
     mate = request("mate", PROMPTS[2], max_tokens=4, logprobs=1)  # steps with it are not plain
     computed = list[StepPlan]()

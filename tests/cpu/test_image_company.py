@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def alone(found: Vision, **fields: Any) -> dict[tuple[str, int], Any]:
     """What each prompt's answer is when nothing else runs."""
-    config, answers = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4)), {}
+    config, answers = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4), writes_midway=True), {}
     for i, (ids, _) in enumerate(PROMPTS):
         answers |= said(serve(found.model, config, [ask(f"{i}", ids, **fields)], runner=runner_of(found, config)))
     return answers
@@ -130,7 +130,9 @@ def test_a_head_drafts_behind_images(folder: Path, tmp_path: Path) -> None:
     model = images.load_on(CPU, path)
     head = load_mtp(EngineConfig(model=str(path), dtype="float32"), model, CPU, lambda progress: None)
     size = state_blocks(model, 4)
-    config = settings(num_blocks=300, state_blocks=size, num_speculative_tokens=3, max_num_batched_tokens=9)
+    config = settings(
+        num_blocks=300, state_blocks=size, writes_midway=True, num_speculative_tokens=3, max_num_batched_tokens=9
+    )
     runner = make_runner(model, config, head=head)
     runner.take_images(found.tower, 1 << 20)
     check_drafts(found, model, config, runner)

@@ -399,7 +399,7 @@ def runner_of(found: Vision, config: SchedulerConfig) -> ModelRunner:
 def test_an_engine_says_what_transformers_says(name: str, folder: Path) -> None:
     found = vision(folder, name)
     size = state_blocks(found.model, TIGHT.block_size)
-    config = replace(TIGHT, num_blocks=46 if size else 16, state_blocks=size)
+    config = replace(TIGHT, num_blocks=46 if size else 16, state_blocks=size, writes_midway=True)
     texts = [ids for ids, _ in PROMPTS]
     runner = runner_of(found, config)
     assert largest_difference(found.model, Theirs(found.theirs), texts, config, ask=ask, runner=runner) < 1e-4
@@ -446,7 +446,7 @@ def test_images_of_other_families_say_what_transformers_says(name: str, folder: 
         for i, more in enumerate([[], [23, 24, 25, 26], []])
     ]
     config = settings(max_num_batched_tokens=9)
-    config = replace(config, state_blocks=state_blocks(found.model, config.block_size))
+    config = replace(config, state_blocks=state_blocks(found.model, config.block_size), writes_midway=True)
     scheduler = Scheduler(config)
     served = serve(found.model, config, asked, apart=4, runner=runner_of(found, config), scheduler=scheduler)
     assert scheduler.stats.prefix_hit_tokens > 0
@@ -495,7 +495,7 @@ def test_a_gpu_says_what_a_cpu_says(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["Qwen3VLConfig", "Qwen3_5Config"])
 def test_batch_mates_chunks_forks_and_swaps_change_no_bit(name: str, folder: Path) -> None:
     found = vision(folder, name)
-    roomy = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4))
+    roomy = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4), writes_midway=True)
     fields = {"logprobs": 3, "max_tokens": 14}
     alone = {}
     for i, (ids, _) in enumerate(PROMPTS):
@@ -590,7 +590,7 @@ def said(served: Served) -> dict[tuple[str, int], Any]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_answers_are_those_of_generate(name: str, folder: Path) -> None:
     found = vision(folder, name)
-    config = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4))
+    config = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4), writes_midway=True)
     ids, _ = PROMPTS[1]
     served = serve(found.model, config, [ask("a", ids, max_tokens=12)], runner=runner_of(found, config))
     assert [served.ids["a", 0]] == expected(found, 1, max_new_tokens=12)

@@ -55,7 +55,9 @@ def tiny(name: str, folder: Path) -> tuple[CausalLM, Any]:
 def test_the_engine_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     model, theirs = tiny(name, tmp_path)
     size = state_blocks(model, 4)
-    config = settings(num_blocks=150 + 6 * size, max_model_len=128, max_num_batched_tokens=40, state_blocks=size)
+    config = settings(
+        writes_midway=True, num_blocks=150 + 6 * size, max_model_len=128, max_num_batched_tokens=40, state_blocks=size
+    )
     assert largest_difference(model, theirs, PROMPTS, config) < 1e-4
 
 
@@ -69,6 +71,7 @@ def test_preemption_changes_no_token(name: str, num_host_blocks: int, tmp_path: 
         max_model_len=60,
         max_num_batched_tokens=11,
         state_blocks=size,
+        writes_midway=True,
         num_host_blocks=num_host_blocks,
     )
     scheduler, prompts = Scheduler(config), [LONG[i : i + length] for i, length in enumerate((1, 5, 23, 40, 12, 31))]
@@ -111,7 +114,7 @@ def test_right_and_wrong_drafts_change_no_answer(
     asked = [request(f"r{i}", each, **{"max_tokens": 14, "seed": i} | sampling) for i, each in enumerate(prompts)]
 
     def run(make: Callable[[SchedulerConfig], Drafter] | None) -> tuple[Served, Scheduler]:
-        config = settings(**changes, num_speculative_tokens=4 if make else 0)
+        config = settings(writes_midway=True, **changes, num_speculative_tokens=4 if make else 0)
         scheduler, runner = Scheduler(config), make_runner(model, config)
         if make is not None:
             runner.speculate(make(config))
@@ -146,7 +149,9 @@ def test_choices_go_on_from_the_state_of_their_prompt(name: str, tmp_path: Path)
     """Each has the log probabilities that transformers has over its whole context."""
     model, theirs = tiny(name, tmp_path)
     size = state_blocks(model, 4)
-    config = settings(num_blocks=60 + 8 * size, max_model_len=64, max_num_batched_tokens=11, state_blocks=size)
+    config = settings(
+        writes_midway=True, num_blocks=60 + 8 * size, max_model_len=64, max_num_batched_tokens=11, state_blocks=size
+    )
     sampling = {"n": 3, "temperature": 1.0, "logprobs": 1, "max_tokens": 9}
     served = serve(model, config, [request(f"r{i}", LONG[:num], **sampling) for i, num in enumerate((1, 12, 40))])
     assert len(set(map(tuple, served.ids.values()))) == 9
@@ -169,7 +174,9 @@ def test_a_gguf_file_says_the_same(name: str, tmp_path: Path) -> None:
     found = []
     for model in (load(tmp_path), load(file)):
         size = state_blocks(model, 4)
-        config = settings(num_blocks=60 + 6 * size, max_model_len=64, max_num_batched_tokens=11, state_blocks=size)
+        config = settings(
+            writes_midway=True, num_blocks=60 + 6 * size, max_model_len=64, max_num_batched_tokens=11, state_blocks=size
+        )
         found.append(serve(model, config, asked).ids)
     assert found[0] == found[1]
 

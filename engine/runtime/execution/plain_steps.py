@@ -96,9 +96,10 @@ class PlainSteps:
         """Compute a step, all steps before which are known."""
         args, drawn = self._args, rows.texts(plan.slots)
         numbers, known = [*plan.slots, *plan.positions], [text[-1] for text in drawn]
+        midway = {move.slot: move.midway_after for move in plan.states} if plan.chunks else {}
         for chunk in plan.chunks:
             [text] = rows.texts((chunk.slot,))
-            numbers += chunk.slot, chunk.start, chunk.num_tokens, len(chunk.samples)
+            numbers += chunk.slot, chunk.start, chunk.num_tokens, len(chunk.samples), midway.get(chunk.slot, 0)
             known += text[chunk.start : chunk.start + chunk.num_tokens]
             if chunk.samples:
                 drawn.append(text)

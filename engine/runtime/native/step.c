@@ -16,12 +16,13 @@ SHARED struct step_args {
     const struct decoder *decoder;
     const struct linear *head;
     const struct step_group *groups;
-    int32_t *tables; /* [tables][num_slots][width], blocks; with states two more: those that rows read, and that they write */
+    int32_t *tables; /* [tables][num_slots][width], blocks; with states three more: those that rows read, write, and write midway */
     struct step_states *states; /* NULL: the model has none */
     struct scaled_logits scaled; /* how logits are scaled */
     const struct draw *draws; /* [num_slots], but for the position */
     int64_t num_groups, num_tables, num_slots, width, block_size, state_blocks; /* state_blocks: of a slot of states */
-    /* The slots of decodes and their positions; of each chunk its slot, first position, tokens and draws; the ids of all. */
+    /* The slots of decodes and their positions; of each chunk its slot, first position, tokens, draws, and tokens after which its
+     * state is written midway; the ids of all. */
     const int64_t *numbers;
     int64_t num_decodes, num_chunks;
     int64_t *ids; /* [draws] */
@@ -29,14 +30,14 @@ SHARED struct step_args {
 };
 
 struct slice {
-    int64_t slot, first, tokens, draws;
+    int64_t slot, first, tokens, draws, midway;
 };
 
 static struct slice slice_of(const struct step_args *a, int64_t index) {
     int64_t decodes = a->num_decodes;
-    if (index < decodes) return (struct slice){a->numbers[index], a->numbers[decodes + index], 1, 1};
-    const int64_t *chunk = a->numbers + 2 * decodes + 4 * (index - decodes);
-    return (struct slice){chunk[0], chunk[1], chunk[2], chunk[3]};
+    if (index < decodes) return (struct slice){a->numbers[index], a->numbers[decodes + index], 1, 1, 0};
+    const int64_t *chunk = a->numbers + 2 * decodes + 5 * (index - decodes);
+    return (struct slice){chunk[0], chunk[1], chunk[2], chunk[3], chunk[4]};
 }
 
 struct sizes {
@@ -59,7 +60,7 @@ struct arrays {
     int32_t *starts, *contexts, *tables; /* [slices + 1]; [slices]; [tables][slices][blocks] */
     int64_t *rows; /* [draws], the tokens that are drawn from */
     struct draw *draws;
-    int32_t *read, *written, *kept, *replays, *slots; /* of states: [slices][width of a state] each; [slices] */
+    int32_t *read, *written, *midway, *kept, *replays, *midway_after, *slots; /* of states: [slices][width of one]; [slices] */
     char *hidden;
     float *logits;
 };
@@ -74,8 +75,10 @@ static size_t lay_out(const struct step_args *a, struct sizes n, char *base, str
     to->tables = carve(base, &used, a->num_tables * n.slices * n.blocks, sizeof(int32_t));
     to->read = carve(base, &used, stateful * a->state_blocks, sizeof(int32_t));
     to->written = carve(base, &used, stateful * a->state_blocks, sizeof(int32_t));
+    to->midway = carve(base, &used, stateful * a->state_blocks, sizeof(int32_t));
     to->kept = carve(base, &used, stateful, sizeof(int32_t));
     to->replays = carve(base, &used, stateful, sizeof(int32_t));
+    to->midway_after = carve(base, &used, stateful, sizeof(int32_t));
     to->slots = carve(base, &used, stateful, sizeof(int32_t));
     to->rows = carve(base, &used, n.draws, sizeof(int64_t));
     to->draws = carve(base, &used, n.draws, sizeof(struct draw));
@@ -108,11 +111,14 @@ static void fill_states(const struct step_args *a, struct sizes n, struct arrays
         int32_t *written = read + a->num_slots * a->width;
         memcpy(to->read + i * width, read, bytes);
         memcpy(to->written + i * width, written, bytes);
+        memcpy(to->midway + i * width, written + a->num_slots * a->width, bytes);
         memcpy(read, written, bytes);
         to->kept[i] = (int32_t)s.tokens, to->replays[i] = 0, to->slots[i] = (int32_t)s.slot;
+        to->midway_after[i] = (int32_t)s.midway;
     }
     states->num_slices = n.slices, states->starts = to->starts, states->rows = to->slots;
     states->read = to->read, states->written = to->written, states->kept = to->kept, states->replays = to->replays;
+    states->midway = to->midway, states->midway_after = to->midway_after;
 }
 
 static void fill(const struct step_args *a, struct sizes n, struct arrays *to) {
@@ -150,7 +156,7 @@ EXPORT int32_t quire_step(const struct step_args *a) {
     lay_out(a, n, memory, &to);
     fill(a, n, &to);
     struct forward_args forward = {
-        .decoder = a->decoder, .ids = a->numbers + 2 * a->num_decodes + 4 * a->num_chunks, .positions = to.positions,
+        .decoder = a->decoder, .ids = a->numbers + 2 * a->num_decodes + 5 * a->num_chunks, .positions = to.positions,
         .rows = to.rows, .hidden = to.hidden, .num_tokens = n.tokens, .num_rows = n.draws,
     };
     struct gemm_args head = {
