@@ -177,6 +177,18 @@ def test_a_prompt_of_whole_blocks_has_two_boundaries(
     driver.check_streams()
 
 
+def test_a_chunk_that_is_rolled_back_leaves_no_snapshot_midway() -> None:
+    driver = Driver(stateful(max_num_batched_tokens=40, writes_midway=True), depth=1)
+    prompt = tuple(range(32))
+    driver.add(request("a", prompt))
+    driver.step()
+    driver.run_out_of_memory()
+    assert not group_of(driver).has(named(driver, prompt[:28]))
+    driver.drain()
+    assert group_of(driver).has(named(driver, prompt[:28]))
+    driver.check_streams()
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("num_tokens", range(6, 16))
 def test_an_answer_is_resumed_at_the_last_boundary_it_passed(depth: int, num_tokens: int) -> None:
