@@ -185,6 +185,7 @@ class Fitted(Weighed):
             windows=self._groups.windows,
             has_full=self._groups.has_full,
             state_blocks=place_states(self.states, self._block_bytes).num_blocks,
+            writes_midway=True,
         )
 
     def pool_bytes(self, length: int, num_seqs: int) -> int:
