@@ -6,6 +6,7 @@ through `app.state.models.stop`; the lifespan's stop is then immediate.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from server.answers.images import ImageReader
     from server.batches.worker import BatchService
     from server.telemetry.otlp import Otlp
+
+log = logging.getLogger("quire.startup")
 
 # Imported before the first request; the others when a path of theirs is asked for, or once the daemon is idle.
 _FIRST = ("server.openai.completions", "server.openai.chat", "server.operations.health")
@@ -229,6 +232,8 @@ def _model_parts(shared: Mapping[str, Any], config: AppConfig, loaded: LoadedMod
         forget=partial(shared["metrics"].remove_model, config.served_model_names[0]),
         judge=judge,
     )
+    if tokenizer.chat_template:
+        log.info("%s, %s", parts.name, limits.chat_format.describe())
     shared["metrics"].add_model(parts.name, engine, None if history is None else history.counts)
     return parts
 

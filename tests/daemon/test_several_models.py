@@ -28,6 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: tmp_path_factory.mktemp(name) for name in KINDS}
     for name, case in KINDS.items():
         save_servable(case, made[name])
+    (made["wide"] / "chat_template.jinja").write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
     return made
 
 
@@ -94,6 +95,7 @@ def test_the_daemon_says_what_it_has(daemon: Daemon) -> None:
     assert unknown.status_code == 404
     assert "use llama or lama-* or wide" in unknown.json()["error"]["message"]
     eventually(lambda: "wide, foreseen by quire fit: it is small\n" in daemon.written)
+    assert "wide, tool calls: hermes format, tools listed in the system message" in daemon.written
     before = daemon.metric("quire_generation_tokens_total", model_name="wide")
     daemon.complete("w5", model="wide")
     assert daemon.metric("quire_generation_tokens_total", model_name="wide") == before + 8

@@ -103,7 +103,7 @@ class ChatFormat:
                 f"{reasoning_parser} and the chat template {'has' if HARMONY.is_taught_by(source) else 'has no'} channels; "
                 "leave both parsers at auto, or set --tool-call-parser none."
             )
-        chat_format = cls(
+        return cls(
             tool_format=tool_format,
             calls_stay_text=tool_call_parser == "none",
             shows_tools=shows_tools,
@@ -116,9 +116,6 @@ class ChatFormat:
             switches=variables & {*_THINKING_SWITCHES, _EFFORT_SWITCH},
             hidden_ids=_hidden_ids(tokenizer, tool_format, tags, has_channels=has_channels),
         )
-        if template:
-            logger.info("%s", chat_format.describe())
-        return chat_format
 
     def describe(self) -> str:
         """Return one line for the log."""
