@@ -91,10 +91,7 @@ static int32_t gather(const struct turn *t) {
 }
 
 static size_t measure(const struct part *part, const struct decoder *d, int64_t rows, size_t *packed) {
-    const struct part *gate = &((const struct altup *)part->args)->gate;
-    widen_packed(packed, &gate->first, rows);
-    widen_packed(packed, &gate->last, rows);
-    return gate->kind->measure(gate, d, rows, packed);
+    return measure_part(&((const struct altup *)part->args)->gate, d, rows, packed);
 }
 
 static int32_t run(const struct turn *t) {

@@ -96,27 +96,10 @@ INLINE struct view query_of(const struct attend_args *a, const struct attend_tas
     return (struct view){(void *)a->q, (size_t)(token * a->q_stride + head * query_dim_of(&a->pool)), (enum dtype)a->pool.dtype};
 }
 
-/* The larger of magnitudes, lane by lane: of their bits, by which a NaN is larger than any number. */
-INLINE vf larger(vf a, vf b) {
-#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
-    return (vf)_mm512_max_epu32((__m512i)a, (__m512i)b);
-#elif defined(X86_INTRINSICS)
-    return (vf)_mm256_max_epu32((__m256i)a, (__m256i)b);
-#else
-    return select_f(COMPARE((vu)a, >, (vu)b), a, b);
-#endif
-}
-
-/* The unit of a row of numbers that become 16-bit integers, from their largest magnitudes: the power of two by which the
- * largest is at least 2^14, and at most 32767 when it is rounded. NaN if one is NaN, or infinite. */
-INLINE float unit_of(vf magnitudes) {
-#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
-    vu bits = splat_u(_mm512_reduce_max_epu32((__m512i)magnitudes));
-#else
-    vu bits = (vu)magnitudes;
-    for (int i = 1; i < W; i++) bits[0] = bits[i] > bits[0] ? bits[i] : bits[0];
-#endif
-    float peak = ((vf)bits)[0], more = (peak < 0x1p-100f ? 0x1p-100f : peak) * 1.0001f;
+/* The unit of a row of numbers that become 16-bit integers, from their largest magnitude: the power of two by which that
+ * is at least 2^14, and at most 32767 when it is rounded. NaN if one is NaN, or infinite. */
+INLINE float unit_of(float peak) {
+    float more = (peak < 0x1p-100f ? 0x1p-100f : peak) * 1.0001f;
     return ((vf)((vu)splat(more) & 0x7f800000))[0] * 0x1p-14f + (peak - peak);
 }
 
@@ -128,9 +111,7 @@ INLINE void put_int16(vf x, float inverse, char *to) {
 
 /* A row of `dim` numbers as 16-bit integers; returns their unit. */
 static float round_query(struct view q, int64_t dim, char *to) {
-    vf most = splat(0);
-    for (int64_t d = 0; d < dim; d += W) most = larger((vf)((vu)get(q, d, dim) & 0x7fffffff), most);
-    float unit = unit_of(most);
+    float unit = unit_of(peak_of_row(q, dim));
     for (int64_t d = 0; d < dim; d += W) put_int16(get(q, d, dim), 1.f / unit, to + d * 2);
     return unit;
 }
@@ -225,7 +206,7 @@ INLINE vf weights_of(float *row, size_t columns, float bits, float top, const fl
         store_f(row + c + W, q);
     }
     if (kind == KIND_INT16) {
-        *unit = unit_of(most);
+        *unit = unit_of(largest_of(most));
         for (size_t c = 0; c < columns; c += W) put_int16(load_f(row + c), 1.f / *unit, (char *)row + c * 2);
     }
     return mass;

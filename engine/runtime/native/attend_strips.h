@@ -171,33 +171,28 @@ INLINE void weigh_chunk(enum kind kind, int R, const float *weights, const float
         weigh_tail(kind, weights + r * CHUNK, fade[r], units + r, sums + r * dim, c, dim, d);
 }
 
-#define EACH_STRIP_SIZE(do) do(1) do(2) do(3) do(4) do(5) do(6)
+/* Call work(kind, R, ..) for a strip of R rows, kind and R known to the compiler. */
+#define STRIP_CASE(R, work, ...)                                                            \
+    case R:                                                                                 \
+        if (R > STRIP_ROWS) break;                                                          \
+        if (kind == KIND_F32) work(KIND_F32, R, __VA_ARGS__);                               \
+        else if (kind == KIND_F16) work(KIND_F16, R, __VA_ARGS__);                          \
+        else if (kind == KIND_INT16 && HAS_INT16) work(KIND_INT16, R, __VA_ARGS__);         \
+        else if (!HAS_TILES) work(KIND_OF_PAIRS, R, __VA_ARGS__);                           \
+        break;
+#define BY_STRIP(num, ...)                                                                  \
+    switch (num) {                                                                          \
+        STRIP_CASE(1, __VA_ARGS__) STRIP_CASE(2, __VA_ARGS__) STRIP_CASE(3, __VA_ARGS__)    \
+        STRIP_CASE(4, __VA_ARGS__) STRIP_CASE(5, __VA_ARGS__) STRIP_CASE(6, __VA_ARGS__)    \
+    }
 
 /* The products of a strip, whatever its size. Not inlined, so that registers are theirs. */
 __attribute__((noinline)) static void score_strip(enum kind kind, size_t num, const float *rows, const float *units,
                                                   const struct chunk *c, size_t dim, float *scores) {
-#define SCORE(R)                                                                         \
-    case R:                                                                              \
-        if (R > STRIP_ROWS) break;                                                       \
-        if (kind == KIND_F32) score_chunk(KIND_F32, R, rows, units, c, dim, scores);     \
-        else if (kind == KIND_F16) score_chunk(KIND_F16, R, rows, units, c, dim, scores);\
-        else if (kind == KIND_INT16 && HAS_INT16) score_chunk(KIND_INT16, R, rows, units, c, dim, scores);\
-        else if (!HAS_TILES) score_chunk(KIND_OF_PAIRS, R, rows, units, c, dim, scores); \
-        break;
-    switch (num) { EACH_STRIP_SIZE(SCORE) }
-#undef SCORE
+    BY_STRIP(num, score_chunk, rows, units, c, dim, scores)
 }
 
 __attribute__((noinline)) static void weigh_strip(enum kind kind, size_t num, const float *weights, const float *fade,
                                                   const float *units, float *sums, const struct chunk *c, size_t dim) {
-#define WEIGH(R)                                                                               \
-    case R:                                                                                    \
-        if (R > STRIP_ROWS) break;                                                             \
-        if (kind == KIND_F32) weigh_chunk(KIND_F32, R, weights, fade, units, sums, c, dim);           \
-        else if (kind == KIND_F16) weigh_chunk(KIND_F16, R, weights, fade, units, sums, c, dim);      \
-        else if (kind == KIND_INT16 && HAS_INT16) weigh_chunk(KIND_INT16, R, weights, fade, units, sums, c, dim);\
-        else if (!HAS_TILES) weigh_chunk(KIND_OF_PAIRS, R, weights, fade, units, sums, c, dim);       \
-        break;
-    switch (num) { EACH_STRIP_SIZE(WEIGH) }
-#undef WEIGH
+    BY_STRIP(num, weigh_chunk, weights, fade, units, sums, c, dim)
 }

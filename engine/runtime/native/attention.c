@@ -24,17 +24,6 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
     return (size_t)(rows * (part->first.n + gates)) * size_of(d->dtype);
 }
 
-/* Norms of all query heads as one vector, or of all key heads. */
-static void norm_whole(const struct turn *t, struct norm norm, char *at, int64_t width) {
-    const struct decoder *d = t->decoder;
-    struct norm_args args = {
-        .residual = at, .weight = norm.weight, .out = at,
-        .rows = t->rows, .width = width, .residual_stride = t->part->first.n, .out_stride = t->part->first.n,
-        .dtype = d->dtype, .weight_dtype = norm.dtype, .stream_dtype = d->dtype, .eps = d->eps,
-    };
-    quire_add_rms_norm(&args);
-}
-
 /* Rows of queries with a gate behind each: the gates are moved out, and the queries together, up to the keys. */
 struct split {
     char *projected, *gates;
@@ -110,8 +99,8 @@ static int32_t run(const struct turn *t) {
     q += (size_t)(keys - q_width) * size;
     char *k = q + (size_t)q_width * size, *v = k + (size_t)kv_width * size;
     if (a->qk_norm == QK_NORM_FULL) {
-        if (has_queries) norm_whole(t, a->q, q, q_width);
-        norm_whole(t, a->k, k, kv_width);
+        if (has_queries) norm_rows(t, a->q, q, q, q_width, qkv->n, t->decoder->dtype);
+        norm_rows(t, a->k, k, k, kv_width, qkv->n, t->decoder->dtype);
     }
     if (a->clip != 0) {
         struct clip_args clip = {t->room, qkv->n, a->clip, t->decoder->dtype};

@@ -36,12 +36,9 @@ struct needs {
 };
 
 static void add_part(struct needs *needs, const struct part *part, const struct decoder *d, int64_t rows) {
-    if (!part->kind) return;
-    size_t room = part->kind->measure(part, d, rows, &needs->packed);
-    widen_packed(&needs->packed, &part->first, rows);
-    widen_packed(&needs->packed, &part->last, rows);
+    size_t room = measure_part(part, d, rows, &needs->packed);
     if (room > needs->room) needs->room = room;
-    needs->num_readers += part->reads_rows || part->first.packed == NULL;
+    needs->num_readers += part->kind && (part->reads_rows || !part->first.packed);
 }
 
 /* Numbers of a token's inputs of all layers. */

@@ -13,19 +13,15 @@ INLINE vf widen_fp8(vu bits) {
 static void widen_fp8_row(const struct fp8_row *row, float *values, float *peaks) {
     for (int64_t b = 0; b < row->k / QBLOCK; b++) {
         vf scale = splat(row->scales[b / row->group_blocks]);
-        vi largest = {0};
+        vf most = splat(0);
         UNROLL for (int i = 0; i < QBLOCK; i += W) {
             vb bytes;
             memcpy(&bytes, row->codes + b * QBLOCK + i, sizeof bytes);
             vf value = widen_fp8(__builtin_convertvector(bytes, vu) & 0xff) * scale;
-            vi magnitude = (vi)((vu)value & 0x7fffffff);
-            largest = (vi)select_u(COMPARE(magnitude, >, largest), (vu)magnitude, (vu)largest);
+            most = larger(magnitude_of(value), most);
             store_f(values + b * QBLOCK + i, value);
         }
-        int32_t found = 0;
-        for (int i = 0; i < W; i++) found = largest[i] > found ? largest[i] : found;
-        memcpy(peaks + b, &found, sizeof found);
-        peaks[b] /= 127;
+        peaks[b] = largest_of(most) / 127;
     }
 }
 

@@ -6,13 +6,8 @@
 
 /* The largest magnitude of a row; NaN if the row has one, or an infinity. */
 INLINE float row_peak(struct view row, int64_t dim) {
-    vf largest = splat(0), sum = splat(0);
-    for (int64_t d = 0; d < dim; d += W) {
-        vf x = get(row, d, dim);
-        largest = max_f(max_f(x, -x), largest);
-        sum += x - x; /* NaN where x is, or is infinite */
-    }
-    return peak_f(largest) + sum_f(sum);
+    float peak = peak_of_row(row, dim);
+    return peak + (peak - peak);
 }
 
 /* The nearest integers to row * factor, each in the low 22 bits of a float. Both outputs have room for whole vectors. */

@@ -28,10 +28,7 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
     struct room room;
     widen_packed(packed, &l->narrow, rows);
     widen_packed(packed, &l->widen, rows);
-    widen_packed(packed, &l->shared.first, rows);
-    widen_packed(packed, &l->shared.last, rows);
-    size_t experts = l->experts.kind->measure(&l->experts, d, rows, packed), shared = 0;
-    if (l->shared.kind) shared = l->shared.kind->measure(&l->shared, d, rows, packed);
+    size_t experts = measure_part(&l->experts, d, rows, packed), shared = measure_part(&l->shared, d, rows, packed);
     return lay_out(l, d, rows, NULL, &room) + (experts > shared ? experts : shared);
 }
 

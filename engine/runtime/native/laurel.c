@@ -13,8 +13,7 @@ static size_t sum_bytes(const struct decoder *d, int64_t rows) { return (size_t)
 
 static size_t measure(const struct part *part, const struct decoder *d, int64_t rows, size_t *packed) {
     const struct laurel *l = part->args;
-    size_t mixer = l->mixer.kind->measure(&l->mixer, d, rows, packed), low = (size_t)(rows * l->left.n) * size_of(d->dtype);
-    widen_packed(packed, &l->mixer.first, rows);
+    size_t mixer = measure_part(&l->mixer, d, rows, packed), low = (size_t)(rows * l->left.n) * size_of(d->dtype);
     widen_packed(packed, &l->left, rows);
     widen_packed(packed, &l->right, rows);
     low += sum_bytes(d, rows);

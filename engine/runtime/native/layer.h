@@ -142,11 +142,30 @@ static inline void add_delta(float *x, const float *delta, int64_t delta_stride,
     quire_add_rms_norm(&args);
 }
 
+/* out = norm(x), both of `dtype`, rows `stride` numbers apart. */
+static inline void norm_rows(const struct turn *t, struct norm norm, const void *x, void *out, int64_t width, int64_t stride,
+                             int32_t dtype) {
+    struct norm_args args = {
+        .residual = (void *)x, .weight = norm.weight, .out = out, .rows = t->rows, .width = width,
+        .residual_stride = stride, .out_stride = stride,
+        .dtype = dtype, .weight_dtype = norm.dtype, .stream_dtype = dtype, .eps = t->decoder->eps,
+    };
+    quire_add_rms_norm(&args);
+}
+
 /* Raise *most to the bytes of packed rows for a matrix. */
 static inline void widen_packed(size_t *most, const struct linear *matrix, int64_t rows) {
     struct gemm_args args = {.w = *matrix, .m = rows};
     size_t bytes = matrix->packed ? quire_rows_bytes(&args) : 0;
     if (bytes > *most) *most = bytes;
+}
+
+/* Return the bytes of room of a part, if there is one. Raise *packed to those of packed rows for all of its matrices. */
+static inline size_t measure_part(const struct part *part, const struct decoder *d, int64_t rows, size_t *packed) {
+    if (!part->kind) return 0;
+    widen_packed(packed, &part->first, rows);
+    widen_packed(packed, &part->last, rows);
+    return part->kind->measure(part, d, rows, packed);
 }
 
 /* Allocate `count` values of `size` bytes, aligned to a cache line; only counts bytes while there is no memory. */

@@ -39,16 +39,6 @@ INLINE struct quant_group quant_group_at(int32_t format, int64_t k, void *rows, 
     return (struct quant_group){(uint32_t *)base, scales, (int32_t *)starts, starts + num_scales * groups};
 }
 
-INLINE int32_t largest_of(vi v) {
-#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
-    return _mm512_reduce_max_epi32((__m512i)v);
-#else
-    int32_t largest = v[0];
-    UNROLL for (int i = 1; i < W; i++) largest = v[i] > largest ? v[i] : largest;
-    return largest;
-#endif
-}
-
 INLINE int32_t sum_of(vi v) {
 #if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
     return _mm512_reduce_add_epi32((__m512i)v);
@@ -67,18 +57,11 @@ INLINE void load_block(struct view x, int64_t begin, int64_t k, vf values[QBLOCK
     }
 }
 
-/* The largest magnitude of a block, infinity or NaN if one of its values is, so that y will not be finite. As integers,
- * magnitudes are in the same order, and NaN is above all. */
+/* The largest magnitude of a block, infinity or NaN if one of its values is, so that y will not be finite. */
 INLINE float peak_of(const vf values[QBLOCK / W]) {
-    vi peak = {0};
-    UNROLL for (int i = 0; i < QBLOCK / W; i++) {
-        vi magnitude = (vi)values[i] & 0x7fffffff;
-        peak = (vi)select_u(magnitude > peak, (vu)magnitude, (vu)peak);
-    }
-    int32_t bits = largest_of(peak);
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    vf most = splat(0);
+    UNROLL for (int i = 0; i < QBLOCK / W; i++) most = larger(magnitude_of(values[i]), most);
+    return largest_of(most);
 }
 
 /* The rows from which products take tiles, by the format of weights; 0: not measured. */

@@ -158,6 +158,33 @@ INLINE float peak_f(vf v) {
 #endif
 }
 
+/* The larger of magnitudes, lane by lane: of their bits, by which a NaN is larger than any number. */
+INLINE vf larger(vf a, vf b) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    return (vf)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#elif defined(X86_INTRINSICS)
+    return (vf)_mm256_max_epu32((__m256i)a, (__m256i)b);
+#else
+    return select_f(COMPARE((vi)a, >, (vi)b), a, b);
+#endif
+}
+
+/* The largest of them all. */
+INLINE float largest_of(vf magnitudes) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    uint32_t largest = _mm512_reduce_max_epu32((__m512i)magnitudes);
+#else
+    vu bits = (vu)magnitudes;
+    uint32_t largest = bits[0];
+    UNROLL for (int i = 1; i < W; i++) largest = bits[i] > largest ? bits[i] : largest;
+#endif
+    float value;
+    memcpy(&value, &largest, sizeof value);
+    return value;
+}
+
+INLINE vf magnitude_of(vf x) { return (vf)((vu)x & 0x7fffffff); }
+
 /* float16 bits in the low half of each lane -> float32. */
 INLINE vf widen_f16(vu h) {
     vu magnitude = (h & 0x7fff) << 13;
@@ -248,6 +275,13 @@ INLINE void put(struct view view, int64_t i, int64_t end, vf x) {
     }
     vh halves = view.dtype == DT_BF16 ? narrow_bf16(x) : narrow_f16(x);
     copy_values((uint16_t *)view.base + to, &halves, end - i, sizeof(uint16_t));
+}
+
+/* The largest magnitude of a row, infinity or NaN if it has one. */
+INLINE float peak_of_row(struct view row, int64_t width) {
+    vf most = splat(0);
+    for (int64_t i = 0; i < width; i += W) most = larger(magnitude_of(get(row, i, width)), most);
+    return largest_of(most);
 }
 
 /* e^x to about one unit in the last place; exactly 0 below -87.7, infinity above 88.4, NaN for NaN. Both ends come
