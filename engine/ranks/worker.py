@@ -131,6 +131,8 @@ class Worker:
             block_size=sizes.block_size,
             dtype=self._dtype,
             device=self._device,
+            max_rows=sizes.max_num_seqs,
+            max_drafts=sizes.num_speculative_tokens,
             groups=regroup(self._model.states, self._dtype, sizes.windows),
         )
         self._tables = RowTables(sizes)

@@ -41,6 +41,7 @@ from engine.settings.engine_config import EngineConfig
 from loadtest.fake_runner import FakeStep
 from tests.cpu import ranks
 from tests.cpu.test_engine_build import build, folder  # noqa: F401 - a fixture
+from tests.cpu.test_models_families import CASES, write_tiny
 from tests.patience import PATIENCE_S, eventually
 from tests.pure.driver import request
 from tests.pure.test_scheduler_properties import SchedulerMachine
@@ -158,6 +159,7 @@ def test_other_messages_arrive_as_they_were() -> None:
     for message in (
         sizes,
         replace(sizes, windows=(5, 1 << 30)),
+        replace(sizes, state_blocks=2, num_speculative_tokens=3),
         [(1, 2), (3, 4)],
         *(kind for kind in Kind if kind >= Kind.CAPTURE),
     ):
@@ -250,8 +252,8 @@ class Asked:
         self.has_ended = threading.Event()
         engine.start(self.events.extend, self.has_ended.set)
 
-    def ask(self, max_tokens: int) -> None:
-        self.engine.submit(request("r", (1, 2, 3), max_tokens=max_tokens, eos_token_ids=frozenset(), temperature=0.0))
+    def ask(self, max_tokens: int, prompt: tuple[int, ...] = (1, 2, 3)) -> None:
+        self.engine.submit(request("r", prompt, max_tokens=max_tokens, eos_token_ids=frozenset(), temperature=0.0))
 
     @property
     def end(self) -> TokenEvent | None:
@@ -272,9 +274,9 @@ def _is_child(entry: Path, parent: int) -> bool:
         return False
 
 
-def tokens(engine: Engine) -> list[int]:
+def tokens(engine: Engine, prompt: tuple[int, ...] = (1, 2, 3)) -> list[int]:
     asked = Asked(engine)
-    asked.ask(12)
+    asked.ask(12, prompt)
     eventually(lambda: asked.end is not None)
     engine.stop(0)
     return [token for event in asked.events for token in event.token_ids]
@@ -287,6 +289,17 @@ def test_two_ranks_say_what_one_says(folder: str) -> None:  # noqa: F811 - the f
     assert through_gloo == alone
     assert tokens(build(folder, tensor_parallel_size=2, async_scheduling=True)) == alone
     assert workers() == []
+
+
+def test_ranks_keep_the_inputs_of_drafts(tmp_path: Path) -> None:
+    """A layer with recurrent state needs them in the next step; each rank has memory for its part."""
+    write_tiny(CASES["qwen3_5"], tmp_path)
+    drafts = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'}
+    prompt = (5, 6, 7, 8, 9) * 6
+    alone = tokens(build(str(tmp_path)), prompt)
+    engine = build(str(tmp_path), tensor_parallel_size=2, **drafts)
+    assert tokens(engine, prompt) == alone
+    assert engine.stats.spec_draft_tokens > 0
 
 
 def kill(pid: int) -> None:

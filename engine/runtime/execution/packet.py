@@ -20,7 +20,10 @@ from engine.runtime.pool.row_tables import NO_CHANGES, Changes
 
 _NUM_HEADS = 9
 # What a forward pass depends on; the rest is the scheduler's.
-_SIZES = ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "state_blocks")
+_SIZES = (
+    "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "state_blocks",
+    "num_speculative_tokens",
+)  # fmt: skip
 
 
 class Kind(IntEnum):
