@@ -18,7 +18,7 @@ from engine.settings.setting import feature, section
 from engine.text.channels import CHANNEL_NAMES
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tools.formats import TOOL_FORMATS
-from server.settings.origins import read_hosts, read_origins
+from server.settings.origins import read_hosts, read_media_hosts, read_origins
 
 _model = section("Model")
 _device = section("Device and memory")
@@ -248,7 +248,7 @@ class AppConfig:
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(read_origins)] = _security(
         (), "ORIGIN", "origins whose pages may call from a browser (CORS); * is any", unset="none"
     )
-    allowed_media_domains: tuple[str, ...] = _security(
+    allowed_media_domains: Annotated[tuple[str, ...], BeforeValidator(read_media_hosts)] = _security(
         (),
         "HOST",
         "hosts that images of requests are fetched from by http or https; another port than theirs as HOST:PORT",

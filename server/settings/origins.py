@@ -93,6 +93,15 @@ def read_hosts(value: object) -> tuple[str, ...]:
     return tuple(names)
 
 
+def read_media_hosts(value: object) -> tuple[str, ...]:
+    """Return the entries of --allowed-media-domains. Raises PydanticCustomError."""
+    hosts = _items(value)
+    if not all(map(Authority.parse, hosts)):
+        sentence = "write whole host names without scheme, such as images.example.com or images.example.com:8443"
+        raise PydanticCustomError("media_host", sentence)
+    return tuple(hosts)
+
+
 def read_origins(value: object) -> tuple[str, ...]:
     """Return --allowed-origins as browsers spell them. Raises PydanticCustomError."""
     origins = [_origin(item) for item in _items(value)]

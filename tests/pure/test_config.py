@@ -304,6 +304,14 @@ def test_what_is_no_host_name_is_refused(given: str) -> None:
     assert fault("--allowed-hosts", given).startswith(f"--allowed-hosts is {[given]!r}; ")
 
 
+@pytest.mark.parametrize("given", ["http://a.b", "a.b/images", "*.a.b", "*"])
+def test_what_is_no_host_of_images_is_refused(given: str) -> None:
+    assert fault("--allowed-media-domains", "c.d:8443", given).endswith(
+        "such as images.example.com or images.example.com:8443."
+    )
+    assert load_settings(["--allowed-media-domains", "c.d:8443,[::1]"]).allowed_media_domains == ("c.d:8443", "[::1]")
+
+
 @pytest.mark.parametrize(
     ("argv", "name", "value"),
     [
