@@ -61,7 +61,7 @@ def _rows(metrics: Metrics) -> Iterator[Row]:
     for collector in [each for one in (*models, metrics) for each in one.registry._collector_to_names]:
         if isinstance(collector, RowCollector):
             for metric, family in zip(collector.rows, collector.collect(), strict=True):
-                yield _row(family, [metric.label] if metric.label else [])
+                yield _row(family, list(metric.labels))
         elif isinstance(collector, MetricWrapperBase):
             labels = [label for label in collector._labelnames if label not in ("model_name", "engine")]
             for family in collector.describe():
