@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -846,6 +847,16 @@ def test_a_damaged_file_is_refused(cut: str, tmp_path: Path) -> None:
     path.write_bytes({"header": whole[:200], "tensors": whole[:-1000], "magic": b"GGML" + whole[4:], "empty": b""}[cut])
     with pytest.raises(ModelLoadError, match=r"model\.gguf is truncated or"):
         GGUFCheckpoint(path)
+
+
+def test_a_file_that_becomes_shorter_is_that_models_fault(tmp_path: Path) -> None:
+    """As one that is overwritten: its map would end the process, and the models beside it."""
+    theirs, tensors = tiny(tmp_path)
+    path = write(tmp_path / "model.gguf", "llama", theirs.config, tensors)
+    norm = next(each for each in GGUFCheckpoint(path).tensors({}) if each.name == "model.norm.weight")
+    os.truncate(path, 4096)
+    with pytest.raises(ModelLoadError, match="became shorter while it was being loaded"):
+        norm.copy_to(torch.empty(norm.shape))
 
 
 def test_any_header_byte_may_be_wrong(tmp_path: Path) -> None:

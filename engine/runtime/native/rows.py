@@ -7,6 +7,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.core.errors import ModelLoadError
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
@@ -19,6 +21,15 @@ class OpenFile:
         """Raises OSError."""
         self.path = path
         self.number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+    def read(self, begin: int, room: memoryview) -> None:
+        """Fill a room with the bytes from `begin` on. Raises ModelLoadError; a map of a file that is cut ends the process."""
+        done = 0
+        while done < len(room):
+            got = os.preadv(self.number, [room[done:]], begin + done)
+            if got == 0:
+                raise ModelLoadError(f"{self.path} became shorter while it was being loaded; start again.")
+            done += got
 
     def __del__(self) -> None:
         if hasattr(self, "number"):

@@ -36,6 +36,7 @@ _REMOVED = (4, 5, 31, 32, 33, 36, 37, 38)  # by ggml: Q4_2, Q4_3, and rows of Q4
 # Elements dequantised at a time without the native library. They stay in the cache, and torch converts so few without
 # waking its threads, which wait for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s).
 _CHUNK = 1 << 15
+_READ_BYTES = 1 << 24  # at a time
 _NATIVE_CHUNK = 1 << 24  # with it, for a device with separate memory
 
 _INTERLEAVED = (
@@ -151,8 +152,8 @@ class GGUFCheckpoint(Checkpoint):
         else:
             is_norm = tensor.name.endswith("norm.weight") and not tensor.name.endswith("ssm_norm.weight")
             offset = is_norm and self._arch in _OFFSET_NORMS
-            rows = in_halves(stored.rows, stored.head_rows).reshape(len(matrix), -1)
-            convert(rows, tensor.kind, matrix, np.float32(offset))
+            for rows, part in _read(stored, matrix):
+                convert(rows, tensor.kind, part, np.float32(offset))
             if stored.factor != 1:
                 matrix.mul_(stored.factor)
             if tensor.name.endswith(".ssm_a"):
@@ -170,7 +171,8 @@ class GGUFCheckpoint(Checkpoint):
                 f"{tensor.path}: tensor {tensor.name!r} has {outputs} outputs, which {heads} heads cannot share."
             )
         if len(tensor.shape) == 1:  # a bias is one row in the file
-            return StoredRows(int(tensor.kind), tensor.rows.reshape(outputs, -1), head_rows=outputs // heads)
+            rows = tensor.rows.reshape(outputs, -1)
+            return StoredRows(int(tensor.kind), rows, tensor.file, tensor.start, outputs // heads)
         return tensor.stored(outputs // heads)
 
 
@@ -192,6 +194,20 @@ def check_kind(name: str, kind: int, source: str) -> None:
         raise ModelLoadError(
             f"{source}: tensor {name!r} is stored as type {kind}, which {reason}; Quire reads {', '.join(Kind.__members__)}."
         )
+
+
+def _read(stored: StoredRows, target: Tensor) -> Iterator[tuple[np.ndarray, Tensor]]:
+    """Yield some rows after others as they are read from the file, and the rows of a matrix that they are for."""
+    num, step, head_rows = len(stored.rows), stored.rows.strides[0], stored.head_rows or 1
+    most = max(_READ_BYTES // step // head_rows, 1) * head_rows if num == len(target) else num
+    for first in range(0, num, most):
+        rows = stored.rows[first : first + most]
+        if stored.file is not None:
+            room = np.empty((len(rows) - 1) * step + rows.shape[1], np.uint8)
+            stored.file.read(stored.offset + first * step, room.data)
+            rows = np.lib.stride_tricks.as_strided(room, rows.shape, (step, 1))
+        part = target[first : first + most] if num == len(target) else target
+        yield in_halves(rows, stored.head_rows).reshape(len(part), -1), part
 
 
 def _dequantise(library: Library, stored: StoredRows, target: Tensor) -> None:

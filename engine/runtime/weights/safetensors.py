@@ -129,14 +129,8 @@ class SafetensorsFile:
         """Fill a tensor of one dimension with the bytes from `begin` on."""
         import torch
 
-        if not target.numel():
-            return
-        room, done = target.view(torch.uint8).numpy().data, 0
-        while done < len(room):
-            got = os.preadv(self._file.number, [room[done:]], begin + done)
-            if got == 0:
-                raise ModelLoadError(f"{self.path} became shorter while it was being loaded; start again.")
-            done += got
+        if target.numel():
+            self._file.read(begin, target.view(torch.uint8).numpy().data)
 
 
 def has_rows(span: Span, part: Part) -> bool:
