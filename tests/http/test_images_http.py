@@ -209,6 +209,15 @@ def test_responses_keep_images(http: httpx.Client, requests: list[Request]) -> N
     assert "'input_file' cannot be read" in said
 
 
+def test_base64_for_urls_has_the_same_bytes(http: httpx.Client, requests: list[Request]) -> None:
+    usual = data_url(picture(kind="JPEG"))
+    head, _, data = usual.partition(",")
+    assert data.startswith("/9j/")
+    other = f"{head},{data.replace('+', '-').replace('/', '_')}"
+    assert [ask(http, part(url)).status_code for url in (usual, other)] == [200, 200]
+    assert requests[0].spans == requests[1].spans
+
+
 def test_images_elsewhere_than_in_parts_are_not_lost(http: httpx.Client) -> None:
     """As other servers take them."""
     images = [data_url(picture())]

@@ -13,6 +13,7 @@ from engine.text.images.decoder import refused
 MAX_BYTES = 256 << 20  # of a file
 # What base64 may have of a URL's escapes; unquote takes seconds for megabytes of them.
 _CODES = [(f"%{ord(sign):02{kind}}", sign) for sign in "+/=\r\n " for kind in "xX"]
+_CODES += [("-", "+"), ("_", "/")]  # of base64 for URLs, which would be left out of the bytes
 
 
 class LocalSources:
