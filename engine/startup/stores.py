@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from engine.core.config import SchedulerConfig, StoreSize
+from engine.core.errors import ConfigError
 from engine.core.types import Progress
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.stores import disk
@@ -57,6 +58,11 @@ def open_tiers(
     flags = [flag for flag, num_gib in asked.items() if num_gib]
     if not flags:
         return settings, {}
+    if not settings.has_full:
+        raise ConfigError(
+            "No layer of this model keeps every position, so nothing is kept below its KV pool; "
+            f"leave out {' and '.join(flags)}."
+        )
     block_bytes = sum(view[0].nbytes for view in runner.blocks)
     # On a CPU host blocks are in a file, which reports a shortage itself.
     limit = None if runner.blocks[0].device.type == "cpu" else available_memory()

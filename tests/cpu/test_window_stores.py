@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.core.budget import StepTime
+from engine.core.errors import ConfigError
 from engine.core.kv import tiers
 from engine.core.kv.prefix_cache import request_names
 from engine.core.stats import TransferKind
@@ -92,6 +93,12 @@ def test_an_engine_that_starts_again_goes_on_from_windows_on_the_disk(
         assert engine.stats.prefix_hit_tokens == (204 + 196 if life else 148)
         assert engine.stats.prefix_hits["disk"] == (204 + 196 - 148 if life else 0)  # type: ignore[index]
         assert not engine.stats.failed_transfers[TransferKind.LOAD]
+
+
+def test_a_model_without_attention_is_told_which_flags_to_leave_out(tmp_path: Path) -> None:
+    families.write_tiny(families.CASES["mamba2"], tmp_path)
+    with pytest.raises(ConfigError, match="leave out --swap-space and --kv-offload-config"):
+        engine_on(tmp_path, block_size=64, max_model_len=64, swap_space=0.01, kv_offload_gib=0.01)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
