@@ -371,7 +371,8 @@ class RequestReader:
 
     def _report(self, state: RequestState, model: type[RequestBody], names: list[str]) -> None:
         """Report fields without effect, or refuse them."""
-        shown = names[:MAX_NAMED_FIELDS]
+        named, num_more = names[:MAX_NAMED_FIELDS], len(names) - MAX_NAMED_FIELDS
+        shown = [*named, f"and {num_more} more"] if num_more > 0 else named
         hints = [f"{meant} for {name}" for name in names[:_MAX_EXPLAINED] if (meant := _close_field(model, name))]
         hint = f" Did you mean {', '.join(hints)}?" if hints else ""
         if self._is_strict:
@@ -379,7 +380,7 @@ class RequestReader:
             raise ApiError(400, "unknown_parameter", message + hint, names[0])
         state.ignored_fields = shown
         logger.warning("ignored fields: %s.%s", ", ".join(shown), hint)
-        for name in shown:
+        for name in named:
             self._emit(FieldIgnored(name))
 
 

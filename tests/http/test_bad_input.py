@@ -480,6 +480,12 @@ def test_a_field_that_nobody_knows_is_told(live: Live, http: httpx.Client) -> No
     assert 'quire_ignored_fields_total{field="frobnicate"} 1.0' in http.get("/metrics").text
 
 
+def test_of_many_unknown_fields_the_rest_is_counted(http: httpx.Client) -> None:
+    unknown = {f"field{number:02}": number for number in range(25)}
+    response = http.post(COMPLETIONS, json={**TEXT, **unknown})
+    assert response.headers["x-quire-ignored-fields"] == ", ".join([*sorted(unknown)[:20], "and 5 more"])
+
+
 def test_strict_fields_refuses_it(serve: Serve) -> None:
     live = serve(strict_fields=True)
     options = {"stream": True, "stream_options": {"includ_usage": True}}
