@@ -261,12 +261,12 @@ def serve(
             sizes = _read_head(stdin)
             if limits is not None:
                 limit_memory(limits.memory + int(limits.memory_per_byte * sum(sizes)))
+                # Its signal, SIGPROF, ends the process.
+                signal.setitimer(signal.ITIMER_PROF, limits.cpu_s + limits.cpu_s_per_byte * sum(sizes))
             parts = [_read(stdin, size) for size in sizes]
         except EOFError:
             return
         try:
-            if limits is not None:  # SIGPROF ends the process
-                signal.setitimer(signal.ITIMER_PROF, limits.cpu_s + limits.cpu_s_per_byte * sum(sizes))
             answered = answer(parts)
         except MemoryError:
             raise

@@ -43,9 +43,7 @@ INLINE_VALUES = 32 * 1024  # about 3 ms
 MAX_READ_S = 20.0
 LOADING_S = 1.0  # between two comments of a stream whose model is being loaded
 FREE_BYTES = 64 * 1024  # of each body, which count on no caller
-MAX_HELD_BODIES = (
-    8  # of the largest size: the bytes of bodies that are held at most, incomplete, unread, or waiting for a load
-)
+MAX_HELD_BODIES = 8  # of the largest size: the bytes of incomplete, unread or waiting bodies that are held at most
 
 # A value that takes the memory of several numbers counts as several.
 CONTAINER_WEIGHT = 32  # an object or a list, with its first item

@@ -57,7 +57,7 @@ def test_each_stage_is_one_line_when_it_is_done(caplog: pytest.LogCaptureFixture
 
 
 def test_what_libraries_write_has_the_form_of_all_lines() -> None:
-    """In a process of its own, where nothing has imported them; transformers and the hub's library do this at their import."""
+    """In a new process: transformers and the hub's library add their handlers when they are imported."""
     code = """
 import logging, warnings
 from server.telemetry.logs import configure_logging

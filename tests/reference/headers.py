@@ -20,7 +20,7 @@ REQUEST = {
 RESPONSE = {
     "x-request-id": "The request's name.",
     "request-id": "The same, under `/v1/messages`.",
-    "x-quire-ignored-fields": "Fields of the request that were dropped, by name.",
+    "x-quire-ignored-fields": "Fields of the request that were dropped, by name; of more than 20 the rest are counted.",
     "server-timing": "queue, prefill and decode in milliseconds, cached tokens, preemptions; not for streams.",
     "retry-after": "With 429 and 503: seconds until another try is worthwhile.",
     "retry-after-ms": "The same in milliseconds.",
