@@ -24,7 +24,7 @@ from loadtest.fake_runner import FakeRunner
 from server.answers.content_guard import ContentGuard, conversation
 from server.answers.models import Entry, LoadedModel
 from server.app import make_app
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 
 EVERY = 8
 # In the layouts that are published for the two families, shorter.
@@ -71,6 +71,7 @@ def guarded() -> Iterator[Callable[..., Live]]:
         def serve(
             template: str = LLAMA,
             fail: Any = None,
+            hold: Any = None,
             strict: bool = False,
             tenants: Path | None = None,
             data_dir: Path | None = None,
@@ -79,7 +80,7 @@ def guarded() -> Iterator[Callable[..., Live]]:
             **more: Any,
         ) -> Live:
             guard = Live(runner=GuardRunner, fail=fail, limits=limits, place="thread")
-            chat = Live(place="thread", **more)
+            chat = Live(place="thread", fail=hold, **more)
             config = replace(
                 APP, guard="judge", guard_every=EVERY, guard_strict=strict, tenants=tenants, data_dir=data_dir
             )
@@ -155,11 +156,32 @@ TURNS = [
 ]
 
 
-def test_an_unsafe_answer_ends_where_it_was_judged(url: str) -> None:
-    whole = ask(url, "", messages=TURNS)["choices"][0]
+@pytest.fixture(scope="module")
+def held(guarded: Callable[..., Live]) -> tuple[str, Gate]:
+    """A daemon whose answers pause after 2 * EVERY tokens while the gate is closed."""
+    gate = Gate()
+    return guarded(hold=lambda row: gate(0.0) if row.start - row.num_prompt == 2 * EVERY else None).url, gate
+
+
+def paused(held: tuple[str, Gate], shown: str, **fields: Any) -> list[Any]:
+    """The choices of a stream, which goes on once a field of it is shown: the guard may not read its end with its beginning."""
+    url, gate = held
+    gate.close()
+    body, choices = {**FIELDS, "messages": TURNS, "stream": True, **fields}, []
+    with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=PATIENCE_S) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                choices += json.loads(line[6:])["choices"]
+                if choices[-1].get(shown) or choices[-1]["delta"].get(shown):
+                    gate.open()
+    return choices
+
+
+def test_an_unsafe_answer_ends_where_it_was_judged(held: tuple[str, Gate]) -> None:
+    whole = ask(held[0], "", messages=TURNS)["choices"][0]
     assert whole["finish_reason"] == "content_filter"
     assert not whole["message"]["content"]
-    chunks = [chunk["choices"][0] for chunk in stream(url, "", messages=TURNS)]
+    chunks = paused(held, "content")
     text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
     assert text in SAID
     assert len(text) >= EVERY
@@ -168,17 +190,17 @@ def test_an_unsafe_answer_ends_where_it_was_judged(url: str) -> None:
     assert chunks[-1]["content_filter_results"] == {"S1": {"filtered": True}, "S9": {"filtered": True}}
 
 
-def test_no_token_is_shown_whose_text_was_not_judged(url: str) -> None:
+def test_no_token_is_shown_whose_text_was_not_judged(held: tuple[str, Gate]) -> None:
     """A stop string holds text back, which log probabilities and ids would tell."""
     fields = {"messages": TURNS, "stop": [SAID[8:] + "!"], "logprobs": True, "return_token_ids": True}
-    chunks = [chunk["choices"][0] for chunk in stream(url, "", **fields)]
+    chunks = paused(held, "token_ids", **fields)
     scored = [each["token"] for chunk in chunks for each in (chunk["logprobs"] or {}).get("content") or ()]
     ids = [token_id for chunk in chunks for token_id in chunk.get("token_ids") or ()]
     assert ids, "what was judged safe is shown"
     assert "bomb" not in "".join(scored)
     assert "bomb" not in bytes(ids).decode()
     assert chunks[-1]["finish_reason"] == "content_filter"
-    [plain] = ask(url, "", **fields)["choices"]
+    [plain] = ask(held[0], "", **fields)["choices"]
     assert (plain["logprobs"]["content"], plain["token_ids"]) == ([], [])
 
 
