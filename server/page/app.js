@@ -56,8 +56,7 @@ const live = new Live({
     }
     const isBusy = requests.running + requests.waiting + requests.preempted > 0;
     setStatus(isBusy ? "busy" : "idle", isBusy ? "computing" : "idle");
-    const [answers, tokens] = [count(totals.finished), count(totals.generation_tokens)];
-    byId("engine-note").textContent = `${answers} answers, ${tokens} tokens so far`;
+    byId("engine-note").textContent = `answers so far: ${count(totals.finished)}, tokens: ${count(totals.generation_tokens)}`;
   },
   onError(error) {
     if (error.status === 401) {

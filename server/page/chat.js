@@ -178,7 +178,7 @@ export class Chat {
     ask(index);
     if (messages.length - index > 2) {
       const act = () => session.restore(messages);
-      notify(`The ${messages.length - index - 1} messages after it are removed.`, { action: "Undo", act });
+      notify("The messages after it are removed.", { action: "Undo", act });
     }
   }
 
