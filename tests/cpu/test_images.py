@@ -42,7 +42,7 @@ from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.engine_logprobs import TIGHT, largest_difference
-from tests.cpu.model_driver import CPU, NAMED, Served, make_runner, request, serve, settings, state_blocks
+from tests.cpu.model_driver import CPU, NAMED, Named, Served, make_runner, request, serve, settings, state_blocks
 from tests.fake_device import CUDA, fake_device
 from tests.patience import PATIENCE_S
 
@@ -750,3 +750,21 @@ def test_an_engine_is_built_with_its_tower(folder: Path) -> None:
         without.submit(ask("c", PROMPTS[1][0]))
     without.stop(drain_s=0)
     assert not without.facts.takes_images
+
+
+def test_a_failure_ends_with_the_request_that_waited() -> None:
+    """One that leaves before its step takes the failure along: the next one with such an image is tried."""
+    made, tries, resources = torch.zeros(1, 4, 8), 0, Named()
+
+    def embed(image: Image) -> torch.Tensor | None:
+        nonlocal tries
+        tries += 1
+        return made if tries > 1 else None
+
+    vectors = ImageVectors(embed, 1 << 20, resources)
+    resources.found[SMALL.digest] = replace(SMALL)
+    vectors.advance([SMALL.digest], 60.0)
+    assert vectors.has(SMALL.digest)
+    resources.found[SMALL.digest] = SMALL
+    assert not vectors.has(SMALL.digest)
+    assert vectors(SMALL) is made

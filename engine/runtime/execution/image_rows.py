@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -135,11 +136,12 @@ class ImageVectors:
         self._tower, self._max_bytes, self._resources = tower, max_bytes, resources
         self._num_bytes = 0
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        self._failed = set[bytes]()  # images whose requests are to fail, which nothing keeps for others
+        # By digest, the image of a request that is to fail: with it goes the failure, and others are tried again.
+        self._failed: dict[bytes, ref[Image]] = {}
         self._job: tuple[bytes, Pieces[Tensor | None]] | None = None
 
     def has(self, digest: bytes) -> bool:
-        return digest in self._kept or digest in self._failed
+        return digest in self._kept or self._failed.get(digest, _gone)() is not None
 
     def advance(self, digests: Sequence[bytes], seconds: float) -> None:
         if self._job is not None and not self._resources.has(self._job[0]):  # who waited for it has left
@@ -151,10 +153,11 @@ class ImageVectors:
         if pieces.advance(seconds):
             self._job = None
             vectors = pieces.result()
-            if vectors is None:
-                self._failed.add(digest)
-            else:
+            if vectors is not None:
                 self._keep(digest, vectors)
+            elif digest in digests:
+                held = {each: found for each, found in self._failed.items() if found() is not None}
+                self._failed = held | {digest: ref(self._resources.find(digest))}
 
     def close(self) -> None:
         self._failed.clear()
@@ -164,8 +167,7 @@ class ImageVectors:
 
     def __call__(self, image: Image) -> Tensor | None:
         """Return the vectors of an image, made now if they are not there."""
-        if image.digest in self._failed:
-            self._failed.remove(image.digest)
+        if self._failed.pop(image.digest, _gone)() is not None:
             return None
         found = self._kept.get(image.digest)
         if found is None:
@@ -182,6 +184,10 @@ class ImageVectors:
         self._num_bytes += vectors.nbytes
         while self._num_bytes > self._max_bytes and len(self._kept) > 1:
             self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _gone() -> None:
+    """A reference to no image."""
 
 
 def _places(ids: Sequence[int], span: Span) -> NDArray[np.int64]:
