@@ -2,7 +2,7 @@
 
 It serves before the models of the start are loaded; a signal meanwhile ends it. Then, first signal: new requests are refused
 while open ones may finish within the shutdown timeout; then they are aborted.
-Second signal: they are aborted immediately. Third: the process exits. An engine that dies has already ended its streams; the
+Second signal: they are aborted immediately. Third: the process exits. A late signal changes no exit status. An engine that dies has already ended its streams; the
 process follows with exit status 1. If the engine hangs, the event loop ends every open answer itself, and the process exits
 with status 1 without waiting for it. SIGHUP reads the tenants and the certificate again; without either it
 drains, too, unless nohup ignores it.
@@ -16,7 +16,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ FLUSH_S = 5  # for complete answers to reach slow readers
 STOP_MARGIN_S = 10.0  # a running step may exceed the timeout by this much before the process exits without it
 LEAVE_S = 4 * FLUSH_S  # the process ends within this once the engine has stopped or was abandoned
 WATCH_S = 0.25  # between two looks at the engine's health
+STOPPING = signal.SIGINT, signal.SIGTERM
 IDLE_S = 1.0  # after the start, and between two looks for an idle moment
 
 
@@ -119,6 +121,23 @@ class Daemon(uvicorn.Server):
         finally:
             for task in self._tasks:
                 task.cancel()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take signals for good: once the server has ended, the third one still ends the process."""
+        for each in STOPPING:
+            signal.signal(each, self.handle_exit)
+        try:
+            yield
+        finally:
+            late = [*STOPPING, *([signal.SIGHUP] if self._loop.remove_signal_handler(signal.SIGHUP) else [])]
+            for each in late:
+                signal.signal(each, self._on_late_signal)
+
+    def _on_late_signal(self, *_: object) -> None:
+        self._num_signals += 1
+        if self._num_signals > 2:
+            os._exit(1)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application and listen."""

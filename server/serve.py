@@ -81,6 +81,9 @@ def main(argv: Sequence[str]) -> int:
     except Exception:  # a bug: one line, and the traceback at debug
         log.exception("Quire failed; run it with --log-level debug to see where")
         return 1
+    finally:
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN)  # Python's end, which takes tenths of a second, keeps the status
 
 
 def bind(host: str, port: int) -> socket.socket:

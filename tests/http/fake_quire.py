@@ -2,11 +2,13 @@
 
 FAKE_STEP_S is how long a step takes, FAKE_STEPS after how many the device is lost. FAKE_HOLD names a file: while it
 exists, the step whose number it holds hangs, and so does every later one; a file NAME.hung then shows that. FAKE_LOAD names a file: while it
-exists, the model is being loaded. FAKE_MARGIN_S replaces STOP_MARGIN_S.
+exists, the model is being loaded. FAKE_EXIT names one: while it exists, Python does not end; NAME.ending then shows that.
+FAKE_MARGIN_S replaces STOP_MARGIN_S.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -69,7 +71,15 @@ def build_engine(
     return Engine(Scheduler(scheduler), runner, EngineFacts(VOCAB_SIZE))
 
 
+def wait_at_the_end() -> None:
+    """Python's end takes a while, after the exit status is known."""
+    while (hold := Path(os.environ.get("FAKE_EXIT", "/nonexistent"))).exists():
+        hold.with_suffix(".ending").touch()
+        time.sleep(POLL_S)
+
+
 if __name__ == "__main__":
+    atexit.register(wait_at_the_end)
     stand_in = types.ModuleType("engine.startup.build")
     stand_in.build_engine = build_engine  # type: ignore[attr-defined]  # a module made here
     sys.modules["engine.startup.build"] = stand_in

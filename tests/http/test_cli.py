@@ -34,7 +34,7 @@ from server.cli import main
 from server.plan import prepare_all
 from server.settings.flags import load_settings
 from tests.forked import Forked
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
@@ -347,6 +347,23 @@ def test_the_timeout_or_a_second_signal_ends_them(num_signals: int) -> None:
     assert status == 0
     cause = "--shutdown-timeout 0.1" if num_signals == 1 else "a second signal"
     assert written.count(f"stopped: the shutdown cut 1 sequences short ({cause})") == 1
+
+
+@pytest.mark.parametrize("late", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_late_signal_changes_no_exit_status(late: signal.Signals, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    with quire("serve", FAKE_EXIT=str(hold)) as process:
+        ready(process)
+        process.send_signal(signal.SIGTERM)
+        eventually(hold.with_suffix(".ending").exists)
+        for _ in range(3):
+            process.send_signal(late)
+        hold.unlink()
+        status, written = outcome(process)
+    assert status == 0
+    assert "Traceback" not in written
+    assert "Stopped while starting" not in written
 
 
 def test_when_the_engine_dies_streams_hear_it_and_the_process_fails() -> None:
