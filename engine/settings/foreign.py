@@ -227,6 +227,14 @@ def _find(name: str) -> tuple[bool, Foreign | None]:
     return False, row if row is not None and row.takes is Takes.SWITCH else None
 
 
+def meaning(flag: str) -> str:
+    """Return what the flags have in common that set the same: the name of a setting, with its key, or of a row."""
+    row = _find(flag)[1]
+    if row is None:
+        return flag.lstrip("-").replace("-", "_")
+    return f"{row.setting} {row.key}".rstrip() if row.setting else row.name
+
+
 def split_file(values: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], list[Given]]:
     """Return the settings of a file that are not foreign flags, and those that are. `known` are Quire's settings."""
     known, rest, found = set(known), dict[str, Any](), list[Given]()

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.core.errors import ConfigError
+from engine.settings.foreign import meaning
 from server.settings.files import read_setting_file
 
-_HEAD = "version"  # what stands before the first section
+_HEAD, _ALL = "version", "*"  # the sections of what stands before the first one, and of what is for all
 AT_ONCE = 4  # models that llama-server has loaded at most by default
 _MAX_COMMAND = 65_536  # characters, with its macros
 _LATER_PART = re.compile(r"-0*[2-9]\d*-of-\d+|-0*1\d+-of-\d+")
@@ -70,7 +71,7 @@ def _models(paths: Iterable[Path]) -> list[Path]:
 def in_preset(path: Path) -> list[ListedModel]:
     """Return the models of --models-preset, an INI file with a section for each, and one for all, `[*]`."""
     ini = ConfigParser(
-        default_section="*", interpolation=None, delimiters=("=",), inline_comment_prefixes=(";", "#"), strict=True
+        default_section="", interpolation=None, delimiters=("=",), inline_comment_prefixes=(";", "#"), strict=True
     )
     ini.optionxform = str  # type: ignore[assignment, method-assign]  # -C is not -c
     place = f"--models-preset is {str(path)!r}, which"
@@ -81,28 +82,35 @@ def in_preset(path: Path) -> list[ListedModel]:
         raise ConfigError(
             f"{place} is no INI file: line {line - 1} is neither a section nor KEY = VALUE, or stands twice."
         ) from error
-    if stray := [key for key in ini[_HEAD] if key not in {"version", *ini.defaults()}]:
+    if stray := [key for key in ini[_HEAD] if key != "version"]:
         raise ConfigError(f"{place} has {stray[0]} before its first section; put it into one, or into [*] for all.")
-    models = [_of_section(name, dict(ini[name])) for name in ini.sections() if name != _HEAD]
+    common = ini[_ALL] if ini.has_section(_ALL) else {}
+    models = [_of_section(name, common, ini[name]) for name in ini.sections() if name not in (_HEAD, _ALL)]
     if not models:
         raise ConfigError(f"{place} has no section of a model.")
     return models
 
 
-def _of_section(name: str, keys: dict[str, str]) -> ListedModel:
+def _of_section(name: str, common: Mapping[str, str], own: Mapping[str, str]) -> ListedModel:
+    """Return the model of a section, whose keys win over those for all that mean the same."""
+    said = {meaning(_flag(key)) for key in own}
+    keys = {key: value for key, value in common.items() if meaning(_flag(key)) not in said} | dict(own)
     words = (
         [] if {"model", "m", "hf-repo", "hf", "hfr"} & keys.keys() or not _REPOSITORY.fullmatch(name) else ["-hf", name]
     )
     for key, value in keys.items():
         if key in ("load-on-startup", "stop-timeout"):
             continue  # when a model is loaded changes no answer
-        if key.startswith("LLAMA_ARG_"):
-            key = key.removeprefix("LLAMA_ARG_").replace("_", "-").lower()
-        flag = key if key.startswith("-") else f"-{key}" if len(key) < 4 and "-" not in key else f"--{key}"
-        no_flag = f"--no-{key.lstrip('-')}"
-        is_on, is_off = value in ("true", "on", "enabled"), value in ("false", "off", "disabled")
-        words.append(flag if is_on else no_flag if is_off else f"{flag}={value}")
+        flag, is_on, is_off = _flag(key), value in ("true", "on", "enabled"), value in ("false", "off", "disabled")
+        words.append(flag if is_on else f"--no-{flag.lstrip('-')}" if is_off else f"{flag}={value}")
     return ListedModel(name, words, {})
+
+
+def _flag(key: str) -> str:
+    """Return the flag that a key of a preset stands for."""
+    if key.startswith("LLAMA_ARG_"):
+        key = key.removeprefix("LLAMA_ARG_").replace("_", "-").lower()
+    return key if key.startswith("-") else f"-{key}" if len(key) < 4 and "-" not in key else f"--{key}"
 
 
 def of_llama_swap(content: Mapping[str, Any]) -> dict[str, Any]:

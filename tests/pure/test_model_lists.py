@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,29 @@ def test_a_preset_has_sections_of_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("common", "own", "expected"),
+    [
+        ("c = 8192", "ctx-size = 4096", {"max_model_len": 4096}),
+        ("LLAMA_ARG_CTX_SIZE = 8192", "c = 4096\nparallel = 2", {"max_model_len": 2048, "max_num_seqs": 2}),
+        ("ctx-size = 8192\nnp = 4", "max-model-len = 4096", {"max_model_len": 4096, "max_num_seqs": 4}),
+        ("ngl = 99", "n-gpu-layers = 0", {"device": "cpu"}),
+        ("no-cache-prompt = true", "cache-prompt = true", {"enable_prefix_caching": True}),
+        (
+            "temp = 0.5\ntop-k = 9",
+            "temperature = 0.7",
+            {"override_generation_config": {"temperature": 0.7, "top_k": 9}},
+        ),
+        ("ctk = q8_0\nctv = q8_0", "cache-type-k = bf16", {"kv_cache_dtype": "auto"}),
+    ],
+)
+def test_a_section_of_a_preset_wins_over_all(common: str, own: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "preset.ini"
+    file.write_text(f"[*]\n{common}\n[mine]\nmodel = a\n{own}\n")
+    [mine] = load_settings(["--models-preset", str(file)]).each
+    assert {name: getattr(mine, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("[mine]\nmodel = a\ncontrol-vector = x\n", "mine: --control-vector x is not served"),
@@ -50,6 +74,7 @@ def test_a_preset_has_sections_of_flags(tmp_path: Path) -> None:
         ("[mine]\nmodel = a\n\nmodel = b\n", "line 4 is neither"),
         ("[mine]\nsecret\n", "line 2 is neither"),
         ("c = 8192\n[mine]\nmodel = a\n", "has c before its first section"),
+        ("[mine]\nmodel = a\nc = 1\nctx-size = 2\n", "-c and --ctx-size set --max-model-len to different values"),
         ("version = 1\n[*]\nmodel = a\n", "has no section of a model"),
     ],
 )
