@@ -28,7 +28,7 @@ def _encrypted(connection: socket.socket) -> socket.socket:
     import ssl
 
     # The certificate names the host that clients use, not loopback; nothing secret is sent.
-    return ssl._create_unverified_context().wrap_socket(connection)  # noqa: S323, SLF001 - as above
+    return ssl._create_unverified_context().wrap_socket(connection)  # noqa: S323, SLF001 - loopback
 
 
 if __name__ == "__main__":

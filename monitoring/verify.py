@@ -39,8 +39,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from loadtest.bench import Asking, closed_loop  # noqa: E402 - the repository's own package
-from loadtest.client import Client, ClientError, Outcome, Target  # noqa: E402 - likewise
-from loadtest.workload import Length, synthetic  # noqa: E402 - likewise
+from loadtest.client import Client, ClientError, Outcome, Target  # noqa: E402 - the repository's own package
+from loadtest.workload import Length, synthetic  # noqa: E402 - the repository's own package
 
 VARIABLES = {
     "$model_name": ".*",

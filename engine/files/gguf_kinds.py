@@ -41,8 +41,8 @@ class Kind(IntEnum):
     Q1_0 = 41, 128, 18, 24
     Q2_0 = 42, 64, 18, 20
 
-    # A lookup gives the number alone. typing has no Self before Python 3.11.
-    def __new__(cls, number: int, block: int = 0, num_bytes: int = 0, packed: int = 0) -> Kind:  # noqa: PYI034 - as above
+    # A lookup gives the number alone.
+    def __new__(cls, number: int, block: int = 0, num_bytes: int = 0, packed: int = 0) -> Kind:  # noqa: PYI034 - no Self in 3.10
         """Return the member that is a number."""
         member = int.__new__(cls, number)
         member._value_, member.block, member.num_bytes, member.packed = number, block, num_bytes, packed or num_bytes

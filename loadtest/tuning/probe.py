@@ -36,7 +36,7 @@ class Probe:
 
     def __init__(self, engine: Engine) -> None:
         self.config = engine.config
-        self._runner = engine._runner  # noqa: SLF001 - see above
+        self._runner = engine._runner  # noqa: SLF001 - it runs steps without the engine's thread
         self._vocab_size = engine.facts.vocab_size
         self.seconds: dict[Load, float] = {}
         self.spreads: list[float] = []  # of every measurement: its interquartile range, relative to its median

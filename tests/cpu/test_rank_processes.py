@@ -537,7 +537,7 @@ def test_a_group_is_open_once_all_ranks_have_read_its_folder(
     attempt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank removes the folder then."""
-    make, has_left, place = dist.FileStore, threading.Event(), tmp_path / str(attempt)  # type: ignore[attr-defined] # as above
+    make, has_left, place = dist.FileStore, threading.Event(), tmp_path / str(attempt)  # type: ignore[attr-defined] # torch has it
     rank = threading.local()
 
     def meet(number: int) -> Group:

@@ -252,7 +252,7 @@ class Unkept(PrefixCache):
         self.register(chain, tokens, (), 0, num_blocks)
         return [NO_BLOCK] * num_blocks
 
-    def register(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:  # noqa: ARG002 - as above
+    def register(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:  # noqa: ARG002 - PrefixCache's parameters
         """Name blocks."""
         if stop > first:
             name_block(chain, tokens, stop - 1, self.block_size)

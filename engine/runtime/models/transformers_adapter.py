@@ -279,7 +279,7 @@ def read_foreign_config(path: Path, overrides: Mapping[str, Any] | None = None) 
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if model._is_stateful:  # noqa: SLF001 - how transformers' classes declare what they are
         raise _refusal(path, f"{model.__name__} keeps a recurrent state")
-    if not model._supports_attention_backend:  # noqa: SLF001 - likewise
+    if not model._supports_attention_backend:  # noqa: SLF001 - how they declare it
         raise _refusal(path, f"transformers cannot exchange the attention of {model.__name__}")
     return config
 
