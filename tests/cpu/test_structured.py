@@ -190,6 +190,7 @@ def test_what_fails_on_the_way_fails_alone(real: Real) -> None:
         last = served.events[request_id, 0][-1]
         assert last.finish_reason is FinishReason.ERROR
         assert last.error.code == "InvalidRequestError"
+    assert "spells a special token" in str(served.events["choice 0", 0][-1].error)
     check("json", real.text(served.ids["json 0", 0]))
     assert real.tokenizer.decode(served.ids["choice 1", 0], skip_special_tokens=False) == "a<|im_start|>b"
 

@@ -82,9 +82,27 @@ def test_special_tokens_have_their_ids(trial: GrammarTrial) -> None:
         trial.run(GrammarSpec.of_lark("start: <[1000]>"), cpu_s=LONG_S)
 
 
-def test_text_that_spells_a_special_token_is_refused(trial: GrammarTrial) -> None:
-    with pytest.raises(GrammarError, match="special token"):
-        trial.run(GrammarSpec(GrammarKind.REGEX, r"\[CALL\]"), cpu_s=LONG_S)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.REGEX, r"\[CALL\]"),
+        (GrammarKind.CHOICE, '["[CALL]"]'),
+        (GrammarKind.LARK, 'start: /[ab]/ "[CALL]" "a"'),
+        (GrammarKind.LARK, 'root ::= "[CALL]" [a-z]+'),
+        (GrammarKind.JSON_SCHEMA, '{"const": "[CALL]"}'),
+    ],
+)
+def test_text_that_spells_a_special_token_is_refused(trial: GrammarTrial, kind: GrammarKind, text: str) -> None:
+    """The sentence has what calls for the token, which is accepted."""
+    with pytest.raises(GrammarError, match="spells a special token") as caught:
+        trial.run(GrammarSpec(kind, text), cpu_s=LONG_S)
+    assert "<[257]>" in str(caught.value)
+    assert trial.run(GrammarSpec.of_lark('start: <[257]> "a"'), cpu_s=LONG_S)
+
+
+def test_text_that_other_tokens_may_spell_is_served(trial: GrammarTrial) -> None:
+    """The token itself is not drawn: its bytes are."""
+    assert trial.run(GrammarSpec.of_lark('start: TEXT "[CALL]"\nTEXT: /[a-z]*/'), cpu_s=LONG_S)
 
 
 def test_a_process_that_was_killed_is_replaced(trial: GrammarTrial) -> None:

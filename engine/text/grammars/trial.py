@@ -21,7 +21,8 @@ _WRAPPED = re.compile(r"^at \d+\(\d+\): (invalid regex .* \(in regex\): )?")
 # The library's messages for a grammar that no text can match.
 _PLAIN_WORDS = dict.fromkeys(("", "NoExtension", "NoExtensionBias"), "no text can match it")
 _LIMIT = re.compile(r"too many|too big|fuel|row has \d+ items|too complex", re.IGNORECASE)
-_FORCED = "forced bytes"  # the library reads forced text that spells a special token as that token
+# The library reads text that a grammar forces and that spells a special token as that token.
+_FORCED = re.compile(r"\[(\d+)\]\" doesn't satisfy the grammar; forced bytes")
 
 
 class GrammarError(InvalidRequestError):
@@ -59,11 +60,7 @@ class GrammarTrial:
             raise _reason(answer["signal"], cpu_s)
         if "error" in answer:
             message = clean(answer["error"], is_in_lark=spec.kind is GrammarKind.LARK)
-            if _FORCED in message:
-                message = (
-                    "it forces text that spells a special token of this model, which a constrained answer cannot spell"
-                )
-            elif _LIMIT.search(message):
+            if _LIMIT.search(message):
                 message = f"it is too large, or too ambiguous, to be followed ({message}); make it smaller"
             raise GrammarError(message + _where(spec, answer["error"]))
         return Tried(answer["grammar"], answer["bytes"])
@@ -125,6 +122,11 @@ def _path_of(schema: Any, keyword: str, path: str = "$") -> str | None:
 
 def clean(message: str, *, is_in_lark: bool = True) -> str:
     """Return llguidance's message in one line, without its drawing of the source."""
+    if forced := _FORCED.search(message):
+        return (
+            "it forces text that spells a special token of this model, which a constrained answer cannot spell; "
+            f"a Lark grammar can call for the token itself: <[{forced[1]}]>, without quotation marks"
+        )
     lines = []
     for line in message.splitlines():
         if line.lstrip()[:1].isdigit() and " | " in line:
