@@ -74,6 +74,7 @@ class AnthropicMessage(ResponseBody):
 class AnthropicErrorDetails(ResponseBody):
     type: str = Field(description="Which kind of object this is.")
     message: str = Field(description="A sentence for people.")
+    details: dict[str, str] | None = Field(None, description="error_code, for errors that Anthropic's SDKs act on.")
 
 
 class AnthropicError(ResponseBody):

@@ -158,6 +158,7 @@ class CountBody(TranslatedBody):
     }
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **TranslatedBody.UNSUPPORTED,
+        "compaction": Refused((), "ask for a summary in messages"),
         "container": Refused(),
         "instructions": Refused((), "send system"),
         **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), Refused((), "send max_tokens")),
@@ -167,6 +168,7 @@ class CountBody(TranslatedBody):
         "reasoning_effort": Refused((), "send thinking, or output_config: {effort: ...}"),
         "response_format": Refused((), "send output_config: {format: ...}"),
         "stop": Refused(([],), "send stop_sequences"),
+        "thread": Refused((), "nothing is kept between requests; send the whole conversation in messages"),
     }
     IDLE: ClassVar[IdleFields] = {
         **TranslatedBody.IDLE,

@@ -78,6 +78,9 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 
+# A refused field -> the code by which Anthropic's SDKs know that they have to do without it.
+_ANTHROPIC_CODES = {"thread": "thread_unsupported_request"}
+
 # OpenAI's codes for pydantic's error types.
 _VALIDATION_CODES = {
     "missing": "missing_required_parameter",
@@ -113,7 +116,9 @@ class ApiError(Exception):
     def anthropic_body(self, **more: str) -> bytes:
         """Return Anthropic's envelope as JSON."""
         kind = _ANTHROPIC_TYPES.get(self.status) or ("api_error" if self.status >= 500 else _INVALID)
-        return to_json({"type": "error", "error": {"type": kind, "message": self.message}, **more})
+        code = _ANTHROPIC_CODES.get(self.param or "")
+        details = {} if code is None else {"details": {"error_code": code}}
+        return to_json({"type": "error", "error": {"type": kind, "message": self.message, **details}, **more})
 
     def response(self, scope: Scope) -> Response:
         """Return the answer to a request; a 503 always says when to try again."""

@@ -332,6 +332,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
         ({"thinking": {"type": "enabled"}}, "thinking"),
         ({"container": "c"}, "container is not supported"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+        ({"compaction": {"type": "summarize"}}, "ask for a summary in messages"),
         ({"guided_regex": "x("}, "guided_regex"),
     ],
 )
@@ -416,6 +417,22 @@ def test_anthropics_client(sdk: anthropic.Anthropic) -> None:
     turns = [*asked["messages"], message.to_param(), user(results)]
     assert sdk.messages.create(**{**asked, "messages": turns}, tools=[WEATHER]).content[0].text == "sunny"
     assert sdk.messages.count_tokens(model="parrot", messages=[user("hello")]).input_tokens == 6
+
+
+def test_anthropics_client_runs_tools(sdk: anthropic.Anthropic) -> None:
+    """It has the server keep the conversation unless an error's code says that the server cannot."""
+    asked: Any = {"model": "parrot", "max_tokens": 300, "messages": [user(f"I ask.{CALL}")]}
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Return the weather of a city."""
+        return f"sunny in {city}"
+
+    runner = sdk.beta.messages.tool_runner(**asked, tools=[weather])
+    assert runner.until_done().content[0].text == "sunny in Rome"
+    with pytest.raises(anthropic.BadRequestError, match="send the whole conversation") as refused:
+        sdk.beta.messages.create(**asked, thread={"type": "create"})
+    assert refused.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 def test_anthropics_clients_errors(sdk: anthropic.Anthropic, serve: Serve) -> None:
