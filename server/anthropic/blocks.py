@@ -12,17 +12,18 @@ from engine.core.shown import shorten
 from engine.text.chat_template import in_parts
 from engine.text.fields.body import RequestBody, or_text
 
-_KINDS = ("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_KINDS = ("text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking")
 _NEEDED: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "image": ("source",),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
+    "tool_reference": ("tool_name",),
     "thinking": ("thinking",),
     "redacted_thinking": (),
 }
 _ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
-_ROLES |= dict.fromkeys(("image", "tool_result"), "user")
+_ROLES |= dict.fromkeys(("image", "tool_result"), "user") | {"tool_reference": "tool"}
 
 
 class CacheControl(RequestBody):
@@ -69,8 +70,8 @@ class Block(RequestBody):
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"data", "signature"})  # of thoughts that are sent back
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},), "citations": ([],)}
 
-    type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"] = Field(
-        description="Which kind of object this is."
+    type: Literal["text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"] = (
+        Field(description="Which kind of object this is.")
     )
     text: str | None = Field(None, description="The text.")
     source: ImageBlockSource | None = Field(None, description="The image.")
@@ -79,6 +80,7 @@ class Block(RequestBody):
     name: str | None = Field(None, description="Its name.")
     input: dict[str, Any] | None = Field(None, description="The arguments of the call.")
     tool_use_id: str | None = Field(None, description="The call that this result belongs to.")
+    tool_name: str | None = Field(None, description="The tool that this result of a search describes.")
     content: Blocks | None = Field(None, description="The text, or a list of parts.")
     is_error: bool = Field(False, description="Whether the tool failed.")
     cache_control: CacheControl | None = Field(None, description="Pin the prompt's K/V up to this block.")
@@ -165,8 +167,14 @@ def _content(blocks: Sequence[Block]) -> str | list[dict[str, Any]]:
     ]
 
 
-def chat_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return the chat's messages; a tool result is one by itself."""
+def referred_tools(turns: Iterable[Turn]) -> set[str]:
+    """Return the names of the tools that results of a search describe."""
+    parts = (part for turn in turns for block in turn.content for part in block.content or ())
+    return {part.tool_name for part in parts if part.tool_name is not None}
+
+
+def chat_messages(turns: Sequence[Turn], definitions: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the chat's messages; a tool result is one by itself. `definitions` are of the tools that some refer to."""
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the tools used, by the id of the use
     for turn in turns:
@@ -175,7 +183,7 @@ def chat_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
             continue
         results = [block for block in turn.content if block.type == "tool_result"]
         words = [block for block in turn.content if block.type in ("text", "image")]
-        messages += [_result(block, names) for block in results]
+        messages += [_result(block, names, definitions) for block in results]
         if words or not results:
             messages.append({"role": turn.role, "content": _content(words)})
     return messages
@@ -193,12 +201,12 @@ def _assistant(turn: Turn, names: dict[str, str]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _result(block: Block, names: dict[str, str]) -> dict[str, Any]:
+def _result(block: Block, names: Mapping[str, str], definitions: Mapping[str, str]) -> dict[str, Any]:
     use = block.tool_use_id or ""
     if use not in names:
         message = f"messages has a tool_result for {shorten(use)!r}, but no tool_use with that id stands before it; send it too."
         raise InvalidRequestError(message, param="messages")
-    content = _content(block.content or ())
+    content = _content([_spelled_out(part, definitions) for part in block.content or ()])
     if block.is_error:  # templates cannot show it
         content = f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error: "}, *content]
     return {
@@ -207,6 +215,16 @@ def _result(block: Block, names: dict[str, str]) -> dict[str, Any]:
         "name": names[use],
         "content": content,
     }
+
+
+def _spelled_out(block: Block, definitions: Mapping[str, str]) -> Block:
+    """Return the block; of a reference to a tool, the tool's definition."""
+    if block.tool_name is None:
+        return block
+    if block.tool_name not in definitions:
+        message = f"messages refers to a tool {shorten(block.tool_name)!r} that is not in tools; send it too."
+        raise InvalidRequestError(message, param="messages")
+    return block.model_copy(update={"type": "text", "text": definitions[block.tool_name]})
 
 
 def last_marks(marks: Iterable[tuple[MarkPosition, CacheControl]]) -> dict[float, MarkPosition]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +36,7 @@ from server.anthropic.blocks import (
     joined_text,
     last_marks,
     marks_in,
+    referred_tools,
     up_to,
 )
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
@@ -46,12 +48,14 @@ from server.protocol.errors import ApiError
 _BILLING = "x-anthropic-billing-header:"
 
 
-def _chat_messages(system: Sequence[Block] | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+def _chat_messages(
+    system: Sequence[Block] | None, turns: Sequence[Turn], definitions: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Return the chat's messages, without Claude Code's billing block.
 
     That block is the first and differs between sessions: with it, no session would find the prefix of another cached.
     """
-    messages = chat_messages(turns)
+    messages = chat_messages(turns, definitions)
     if system is not None:
         blocks = [block for block in system if not (block.text or "").startswith(_BILLING)]
         messages.insert(0, {"role": "system", "content": joined_text(blocks, "system")})
@@ -78,6 +82,7 @@ class MessageTool(RequestBody):
     description: str | None = Field(None, description="What it is for; the model reads it.")
     input_schema: dict[str, Any] = Field(description="A JSON schema of the arguments.")
     strict: bool = Field(False, description="Enforce the schema while the model generates.")
+    defer_loading: bool = Field(False, description="Tell the model of it only in a tool_reference of a tool's result.")
     cache_control: CacheControl | None = Field(None, description="Pin the prompt's K/V up to this block.")
 
     @model_validator(mode="after")
@@ -86,9 +91,15 @@ class MessageTool(RequestBody):
             raise ValueError('input_schema must be a schema of type "object"')
         return self
 
-    def for_chat(self) -> dict[str, Any]:
+    def definition(self) -> str:
+        """Return the tool as Claude Code announces the result of its search for tools."""
+        tool = {"description": self.description or "", "name": self.name, "parameters": self.input_schema}
+        return f"<functions>\n<function>{json.dumps(tool, ensure_ascii=False)}</function>\n</functions>"
+
+    def for_chat(self, *, is_shown: bool) -> dict[str, Any]:
         function = self.model_dump(include={"name", "description", "strict"}, exclude_defaults=True)
-        return {"type": "function", "function": {**function, "parameters": self.input_schema}}
+        shown = {} if is_shown else {"defer_loading": True}
+        return {"type": "function", "function": {**function, "parameters": self.input_schema}, **shown}
 
 
 class MessageToolChoice(RequestBody):
@@ -224,18 +235,19 @@ class CountBody(TranslatedBody):
 
     def to_chat(self) -> ChatBody:
         """Return the chat. A last message of the assistant is continued."""
-        messages = _chat_messages(self.system, self.messages)
+        messages = _chat_messages(self.system, self.messages, self._definitions())
         is_prefilled = self.messages[-1].role == "assistant"
         if is_prefilled and "tool_calls" in messages[-1]:
             message = "The last message uses tools; send what they gave as tool_result blocks of a user's message."
             raise InvalidRequestError(message, param="messages")
-        choice = self.tool_choice if self.tools else None
+        tools = self._chat_tools()
+        choice = self.tool_choice if tools else None
         output_format = self.output_format or self.output_config.format
         return self.chat_body(
             {
                 "messages": messages,
                 "continue_final_message": is_prefilled,
-                "tools": [tool.for_chat() for tool in self.tools],
+                "tools": tools,
                 "tool_choice": None if choice is None else choice.for_chat(),
                 "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
                 "user": None if self.metadata is None else self.metadata.user_id,
@@ -244,6 +256,22 @@ class CountBody(TranslatedBody):
                 "reasoning_effort": "none" if self.thinking.type == "disabled" else self.output_config.effort,
             }
         )
+
+    def _definitions(self) -> dict[str, str]:
+        """Return the definitions of the tools to which results refer, by name."""
+        referred = referred_tools(self.messages)
+        return {tool.name: tool.definition() for tool in self.tools if tool.name in referred}
+
+    def _chat_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the model knows: of the deferred ones those to which results refer.
+
+        Anthropic's own search does not exist here: beside it the model knows all.
+        """
+        if any(name.startswith("tools.tool_search_tool") for name in self.model_extra or ()):
+            return [tool.for_chat(is_shown=True) for tool in self.tools]
+        referred = referred_tools(self.messages)
+        known = [tool for tool in self.tools if not tool.defer_loading or tool.name in referred]
+        return [tool.for_chat(is_shown=not tool.defer_loading) for tool in known]
 
     def retained(self, chat: ChatBody) -> list[tuple[float, ChatBody | None]]:
         """Return durations and the beginnings to retain; None is the whole of `chat`."""
@@ -273,7 +301,8 @@ class CountBody(TranslatedBody):
             turns = [*before, last.model_copy(update={"content": up_to(place, last.content)})]
         elif system is not None:
             system = up_to(place, system)
-        shown = [Message.model_validate(message) for message in _chat_messages(system, turns)]
+        messages = _chat_messages(system, turns, self._definitions())
+        shown = [Message.model_validate(message) for message in messages]
         return chat.model_copy(update={"messages": shown, "continue_final_message": False})
 
 

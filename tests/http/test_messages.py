@@ -206,6 +206,29 @@ def test_blocks_become_messages(servers: Callable[..., httpx.Client]) -> None:
     ]
 
 
+def test_deferred_tools_are_known_once_a_result_refers_to_them(
+    servers: Callable[..., httpx.Client], says: httpx.Client
+) -> None:
+    """The prompt's beginning stays as it is, so that it is found in the cache."""
+    deferred = {**WEATHER, "defer_loading": True}
+    _, [alone] = seen(servers(SHOWS), [user("x")], tools=[ADD, deferred])
+    assert alone["function"]["name"] == "add"
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    use = {"type": "tool_use", "id": "1", "name": "add", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "Found:"}, reference]}
+    turns = [user("x"), {"role": "assistant", "content": [use]}, user([result])]
+    shown, tools = seen(servers(SHOWS), turns, tools=[ADD, deferred])
+    assert tools == [alone]
+    definition = json.loads(shown[-1]["content"].split("<function>")[1].split("</function>")[0])
+    assert definition["parameters"] == WEATHER["input_schema"]
+    called = create(says, [*turns, user(CALL)], tools=[ADD, deferred])
+    assert called["content"][0]["name"] == "weather"
+    _, both = seen(servers(SHOWS), [user("x")], tools=[ADD, deferred, {"type": "tool_search_tool_regex_20251119"}])
+    assert [tool["function"]["name"] for tool in both] == ["add", "weather"], "nothing here would find it"
+    assert "'weather' that is not in tools" in error_of(send(says, turns, tools=[ADD]), 400)["message"]
+    assert "no place in a message" in error_of(send(says, [user([reference])], tools=[ADD]), 400)["message"]
+
+
 def test_tool_choice(servers: Callable[..., httpx.Client], says: httpx.Client) -> None:
     assert seen(servers(SHOWS), [user("x")], tools=[WEATHER], tool_choice={"type": "none"})[1] == []
     one = create(says, CALL + CALL, tools=[WEATHER], tool_choice={"type": "auto", "disable_parallel_tool_use": True})

@@ -51,6 +51,7 @@ class Tool(RequestBody):
 
     type: Literal["function"] = Field(description="Which kind of object this is.")
     function: Function = Field(description="The function.")
+    defer_loading: bool = Field(False, description="Leave the tool out of the prompt: a message describes it.")
 
 
 def check_tools(tools: list[Tool] | None) -> None:

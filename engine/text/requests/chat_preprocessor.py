@@ -81,7 +81,9 @@ class ChatPreprocessor:
         messages: Sequence[Mapping[str, Any]] = [
             message.for_template(arguments_as_text=chat_format.earlier_calls.as_text) for message in chat.messages
         ]
-        tools: Sequence[Mapping[str, Any]] = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
+        tools: Sequence[Mapping[str, Any]] = [
+            tool.model_dump(exclude_unset=True) for tool in chat.shown_tools if not tool.defer_loading
+        ]
         if self.images is not None:
             messages, tools = self.images.hide_marks([messages, tools])
         elif chat.images:
