@@ -216,6 +216,30 @@ def test_claude_code_compacts_what_is_too_long(scripted: str, tmp_path: Path) ->
     assert last["usage"]["input_tokens"] < 3 * 18_000, "what came before has been summed up"
 
 
+MCP_SERVER = """
+import json, sys
+tool = {"name": "parrot", "inputSchema": {"type": "object", "properties": {"word": {"type": "string"}}}}
+for asked in filter(lambda message: "id" in message, map(json.loads, sys.stdin)):
+    answer = {"tools": [tool]}
+    if asked["method"] == "initialize":
+        answer = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}}}
+        answer["serverInfo"] = {"name": "birds", "version": "1"}
+    elif asked["method"] == "tools/call":
+        answer = {"content": [{"type": "text", "text": asked["params"]["arguments"]["word"] + ", said the parrot"}]}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": answer}), flush=True)
+"""
+
+
+@codex_cli
+def test_codex_calls_a_tool_of_an_mcp_server(scripted: str, tmp_path: Path) -> None:
+    """Codex sends these tools in a namespace, which the call has to name."""
+    server = f"[mcp_servers.birds]\ncommand = {json.dumps(sys.executable)}\nargs = {json.dumps(['-c', MCP_SERVER])}\n"
+    approved = 'default_tools_approval_mode = "approve"\n'
+    settings = f"model_context_window = 65536\n\n{server}{approved}"
+    events = ask_codex(scripted, tmp_path / "work", 'SCRIPT mcp__birds__parrot {"word": "Hello"}', settings)
+    assert "Hello, said the parrot" in words(events)[-1]
+
+
 @codex_cli
 def test_codex_closes_the_tool_loop(scripted: str, tmp_path: Path) -> None:
     folder = tmp_path / "work"

@@ -279,6 +279,33 @@ def test_items_become_messages(servers: Callable[..., httpx.Client]) -> None:
     assert tools == [{"type": "function", "function": function} for function in functions]
 
 
+def test_functions_of_namespaces_are_called_by_their_full_name(
+    servers: Callable[..., httpx.Client], says: httpx.Client
+) -> None:
+    """Codex sends the tools of an MCP server so, and finds the one that is called by both names."""
+    tools = [ADD, {"type": "namespace", "name": "mcp__sky", "description": "The sky.", "tools": [WEATHER, ADD]}]
+    call = CALL.replace("weather", "mcp__sky__weather")
+    answer = create(says, call, tools=tools)
+    assert answer["tools"] == tools
+    [item] = answer["output"]
+    assert (item["namespace"], item["name"]) == ("mcp__sky", "weather")
+    events = [event["item"] for event in events_of(says, call, tools=tools) if "item" in event]
+    assert [(item["namespace"], item["name"]) for item in events] == 2 * [("mcp__sky", "weather")]
+    output = {"type": "function_call_output", "call_id": item["call_id"], "output": "sunny"}
+    turns = [{"role": "user", "content": "x"}, item, output]
+    messages, shown = seen(servers(SHOWS), input=turns, tools=tools)
+    names = ["add", "mcp__sky__weather", "mcp__sky__add"]
+    assert [tool["function"]["name"] for tool in shown] == names
+    assert messages[1]["tool_calls"][0]["function"]["name"] == messages[2]["name"] == names[1]
+    assert text_of(create(says, [output], tools=tools, previous_response_id=answer["id"])) == "sunny"
+    only = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "mcp__sky__add"}]}
+    assert [
+        tool["function"]["name"] for tool in seen(servers(SHOWS), input="x", tools=tools, tool_choice=only)[1]
+    ] == names[2:]
+    hosted = {**tools[1], "tools": [{"type": "custom", "name": "a"}]}
+    assert error_of(says.post(PATH, json={"input": "x", "tools": [hosted]}), 400)["param"] == "tools.0.tools.0.type"
+
+
 def test_tool_choice(servers: Callable[..., httpx.Client], says: httpx.Client) -> None:
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
     _, tools = seen(servers(SHOWS), input="x", tools=[WEATHER, ADD], tool_choice=allowed)

@@ -44,6 +44,7 @@ class Item(RequestBody):
     content: Words | None = Field(None, description="The text, or a list of parts.")
     call_id: str | None = Field(None, description="The call that this belongs to.")
     name: str | None = Field(None, description="Its name.")
+    namespace: str | None = Field(None, description="The namespace of the function.")
     arguments: str | None = Field(None, description="The arguments as JSON.")
     output: Words | None = Field(None, description="The tool's result.")
     summary: Thoughts = Field("", description="The summary of the reasoning.")
@@ -84,7 +85,8 @@ class Item(RequestBody):
         head = {"type": self.type, "id": self.id or f"{_ID_PREFIXES[self.type]}_{uuid.uuid4().hex}"}
         if self.type == "function_call":
             call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-            return {**head, **call, "status": "completed"}
+            space = {} if self.namespace is None else {"namespace": self.namespace}
+            return {**head, **call, **space, "status": "completed"}
         if self.type == "function_call_output":
             return {**head, "call_id": self.call_id, "output": _listed(self.output), "status": "completed"}
         if self.type == "reasoning":
@@ -161,8 +163,8 @@ def _go_on(turn: dict[str, Any], item: Item, names: dict[str, str]) -> None:
     else:
         assert item.call_id is not None
         assert item.name is not None
-        names[item.call_id] = item.name
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        name = names[item.call_id] = _full_name(item.name, item.namespace)
+        call = {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": item.arguments}}
         turn.setdefault("tool_calls", []).append(call)
 
 
@@ -182,13 +184,31 @@ EMPTY_INCLUDES = frozenset(
 MAX_PAIRS = 16  # of metadata
 
 
-class FunctionTool(Function):
-    """One entry of `tools`."""
+def _full_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model calls a function, as MCP's clients spell those of a server."""
+    return name if namespace is None else f"{namespace}__{name}"
 
+
+class NamespacedFunction(Function):
     type: Literal["function"] = Field(description="Which kind of object this is.")
 
-    def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude_unset=True, exclude={"type"})}
+
+class FunctionTool(Function):
+    """One entry of `tools`: a function, or the functions of a namespace."""
+
+    type: Literal["function", "namespace"] = Field(description="Which kind of object this is.")
+    tools: list[NamespacedFunction] = Field(default_factory=list, description="The functions of a namespace.")
+
+    def functions(self) -> list[tuple[str, str | None, Function]]:
+        """Return the functions, each after its full name and its namespace."""
+        if self.type == "function":
+            return [(self.name, None, self)]
+        return [(_full_name(tool.name, self.name), self.name, tool) for tool in self.tools]
+
+
+def _for_chat(function: Function, name: str) -> dict[str, Any]:
+    fields = function.model_dump(exclude_unset=True, exclude={"type", "tools"})
+    return {"type": "function", "function": {**fields, "name": name}}
 
 
 class AllowedTools(RequestBody):
@@ -307,7 +327,7 @@ class InputBody(TranslatedBody):
             body.reasoning.effort not in (None, "none") and not limits.chat_format.takes_effort
         ),
     }
-    OWN_TOOLS = ("function", None)
+    OWN_TOOLS = ("function", "namespace", None)
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
@@ -340,12 +360,17 @@ class InputBody(TranslatedBody):
 
     @model_validator(mode="after")
     def _check_names(self) -> InputBody:
-        unknown = (self.tool_choice.names or frozenset()) - {tool.name for tool in self.tools}
+        unknown = (self.tool_choice.names or frozenset()) - {name for name, _, _ in self.functions}
         if unknown:
             name = shorten(min(unknown))
             message = f"tool_choice names {name!r}, which is not one of tools; send that tool, or leave it out."
             raise InvalidRequestError(message, param="tool_choice")
         return self
+
+    @property
+    def functions(self) -> list[tuple[str, str | None, Function]]:
+        """The functions of `tools`, each after its full name and its namespace."""
+        return [function for tool in self.tools for function in tool.functions()]
 
     def to_chat(self, earlier: Sequence[Item]) -> ChatBody:
         """Return the chat, after earlier items; earlier instructions are dropped."""
@@ -354,7 +379,9 @@ class InputBody(TranslatedBody):
             messages.insert(0, {"role": "system", "content": self.instructions})
         choice = self.tool_choice
         is_any = choice.names is None or choice.mode == "named"
-        tools = [tool.for_chat() for tool in self.tools if is_any or tool.name in (choice.names or ())]
+        tools = [
+            _for_chat(function, name) for name, _, function in self.functions if is_any or name in (choice.names or ())
+        ]
         return self.chat_body(
             {
                 "messages": messages,

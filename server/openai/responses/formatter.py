@@ -42,6 +42,7 @@ class OutputItem(ResponseBody):
     summary: list[Any] | None = Field(None, description="Empty: reasoning is not summarised.")
     call_id: str | None = Field(None, description="The call's name, for its result.")
     name: str | None = Field(None, description="Its name.")
+    namespace: str | None = Field(None, description="The namespace of the function.")
     arguments: str | None = Field(None, description="The arguments as JSON.")
 
 
@@ -149,6 +150,7 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
         self._meta = meta
         self._tells_logprobs = body.tells_logprobs
         self._keep = keep
+        self._functions = {full: (function.name, space) for full, space, function in body.functions}
         self._num_events = 0
         self._items: list[OutputItem] = []
         self._logprobs: list[ChatLogprob] = []  # of the open item
@@ -244,12 +246,17 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
     def _begin(self, piece: Piece) -> list[ResponseEvent]:
         unique = uuid.uuid4().hex
         if isinstance(piece, CallBegin):
-            call = {
-                "call_id": piece.id or new_call_id("call_", self._meta.call_id_length),
-                "name": piece.name,
-                "arguments": "",
-            }
-            item = OutputItem(id=f"fc_{unique}", type="function_call", status="in_progress", **call)
+            name, namespace = self._functions.get(piece.name, (piece.name, None))
+            item = OutputItem(
+                id=f"fc_{unique}",
+                type="function_call",
+                status="in_progress",
+                call_id=piece.id or new_call_id("call_", self._meta.call_id_length),
+                name=name,
+                arguments="",
+            )
+            if namespace is not None:
+                item.namespace = namespace
         elif isinstance(piece, Reasoning):
             item = OutputItem(id=f"rs_{unique}", type="reasoning", status="in_progress", summary=[], content=[])
         else:
