@@ -104,7 +104,7 @@ class EngineConfig:
         "N",
         "CPU threads of the model",
         unset="one per core",
-        short="--threads",
+        short="--threads --cpu-threads",
         at_least=1,
         at_most=1024,  # thread libraries end the process where the system gives no more
     )

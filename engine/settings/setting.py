@@ -41,7 +41,7 @@ class Setting:
     below: float | None = None
     is_auto: bool = False  # "auto" stands for None
     is_secret: bool = False
-    short: str = ""  # a second flag
+    short: str = ""  # other flags for it, with spaces between
     is_essential: bool = False  # shown by --help; --help=all shows the others, too
     feature: str = ""  # the JSON setting that this is a key of ...
     key: str = ""  # ... and the key

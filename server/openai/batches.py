@@ -39,7 +39,7 @@ MAX_FILES = 10_000  # of an owner
 MAX_OPEN_BATCHES = 100
 ENDPOINTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank", "/v1/classify",
-    "/v1/moderations",
+    "/pooling", "/v1/moderations",
 )  # fmt: skip
 
 router = APIRouter()

@@ -120,7 +120,7 @@ def _add_option(section: argparse._ArgumentGroup, each: Declared, shown: str) ->
     elif each.default == ():
         section.add_argument(flag, nargs="+", action="extend", metavar=metavar, help=text)
     else:
-        section.add_argument(*([flag, setting.short] if setting.short else [flag]), metavar=metavar, help=text)
+        section.add_argument(flag, *setting.short.split(), metavar=metavar, help=text)
 
 
 def _escape(text: str) -> str:

@@ -43,6 +43,7 @@ from tests.cpu.served_models import save_tokenizer
 from tests.cpu.test_weights_gguf import SANDWICH, convert
 from tests.cpu.test_weights_gguf import write as write_decoder
 from tests.integrity import check_scheduler
+from tests.patience import eventually
 
 SIZES = {
     "vocab_size": 128,
@@ -359,9 +360,9 @@ def test_reward_models_score_the_last_token(name: str, num: int, tmp_path: Path)
 class Served:
     """A model over HTTP, in this process."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, data_dir: Path | None = None, **settings: Any) -> None:
         engine = build_engine(EngineConfig(model=str(folder), dtype="float32", **ENGINE, **settings), lambda _: None)
-        config = AppConfig(model=str(folder), served_model_names=("model",), shutdown_timeout_s=0.0)
+        config = AppConfig(model=str(folder), served_model_names=("model",), shutdown_timeout_s=0.0, data_dir=data_dir)
         self.client = TestClient(create_app(engine, load_tokenizer(str(folder)), config), base_url="http://127.0.0.1")
 
     def __enter__(self) -> Self:
@@ -577,6 +578,30 @@ def test_a_cross_encoder_ranks_pairs(tmp_path: Path) -> None:
         empty = served.post("/v1/score", text_1="w5", text_2="")["data"][0]["score"]
         ids = torch.tensor([5, 5, 2, 2])
         assert empty == pytest.approx(float(scored(model, ids, token_type_ids=types_of(ids)[None])[0]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "kind"),
+    [
+        ("/v1/rerank", {"query": "w20", "documents": ["w30 w31", "w40"]}, "results"),
+        ("/v1/score", {"text_1": "w20", "text_2": ["w30 w31", "w40"]}, "data"),
+        ("/v1/classify", {"input": ["w30 w31", "w40"]}, "data"),
+        ("/pooling", {"input": ["w30 w31", "w40"]}, "data"),
+    ],
+)
+def test_lines_of_batches_are_scored_as_requests_are(
+    endpoint: str, body: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    save(tmp_path / "model", KINDS["bert"], "ForSequenceClassification", num_labels=1)
+    with Served(tmp_path / "model", tmp_path / "data") as served:
+        line = json.dumps({"custom_id": "a", "method": "POST", "url": endpoint, "body": body})
+        file = served.client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", line)}).json()
+        asked = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
+        batch = served.post("/v1/batches", **asked)["id"]
+        eventually(lambda: served.client.get(f"/v1/batches/{batch}").json()["status"] == "completed")
+        output = served.client.get(f"/v1/batches/{batch}").json()["output_file_id"]
+        [answer] = map(json.loads, served.client.get(f"/v1/files/{output}/content").text.splitlines())
+        assert answer["response"]["body"][kind] == served.post(endpoint, **body)[kind]
 
 
 def test_a_causal_model_becomes_a_reranker_by_two_tokens(tmp_path: Path) -> None:

@@ -660,6 +660,30 @@ def test_options_that_families_have_themselves(tmp_path: Path) -> None:
         found["gemma3"]({"do_pan_and_scan": True})
 
 
+def test_merged_patches_of_gemma_4_are_those_of_transformers() -> None:
+    """Whose class needs another library, and whose function that merges does not."""
+    parts = ("", ".transforms", ".transforms.v2")
+    with patch.dict(sys.modules, {f"torchvision{part}": MagicMock() for part in parts}):
+        merge = import_module("transformers.models.gemma4_unified.image_processing_gemma4_unified").patches_merge
+    own = {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}
+    ours = _load_processor(None, {"image_processor_type": "Gemma4UnifiedImageProcessor", **own}, {})
+    single = transformers.Gemma4ImageProcessorPil(**own)
+    for width, height in SIZES:
+        pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        found, small = (each(images=[pixels], return_tensors="pt") for each in (ours, single))
+        [num] = found["num_soft_tokens_per_image"].tolist()
+        assert [num] == small["num_soft_tokens_per_image"].tolist()
+        patches, places = merge(small["pixel_values"][:, : 9 * num], small["image_position_ids"][:, : 9 * num], num)
+        for name, merged in (("pixel_values", patches), ("image_position_ids", places)):
+            torch.testing.assert_close(found[name][:, :num], merged)
+        assert (found["image_position_ids"][:, num:] == -1).all()
+    values = transformers.Gemma4UnifiedConfig().to_dict()
+    for config in (values, {"model_type": "gemma4_unified"}):  # whose text is of that default
+        assert ImageTokens(config, {}, "", str).is_atomic
+    values["text_config"]["use_bidirectional_attention"] = None
+    assert not ImageTokens(values, {}, "", str).is_atomic
+
+
 def test_a_width_that_could_be_channels_is_one(caplog: pytest.LogCaptureFixture) -> None:
     """Wide or tall, an image is the same but for its sides; nothing is logged for an operator to worry about."""
     logging.getLogger("transformers").addHandler(caplog.handler)

@@ -126,6 +126,7 @@ def test_chat_lines(client: openai.OpenAI) -> None:
         ("/v1/embeddings", {"input": "text 1"}, "list"),
         ("/v1/responses", {"input": "text 1"}, "response"),
         ("/v1/score", {"text_1": "text", "text_2": [" 1"]}, "list"),
+        ("/pooling", {"input": "text 1"}, "list"),
     ],
 )
 def test_lines_for_other_endpoints(client: openai.OpenAI, endpoint: str, body: dict[str, Any], kind: str) -> None:

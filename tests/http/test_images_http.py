@@ -273,7 +273,16 @@ def test_damaged_images_are_an_answer_or_a_sentence(http: httpx.Client, seeing: 
     eventually(lambda: seeing.context.model.images._held.of("127.0.0.1") == 0)
 
 
-def test_images_have_a_place_in_turns_of_users_and_tools(http: httpx.Client) -> None:
+def test_images_have_a_place_in_turns_of_users_and_tools(http: httpx.Client, requests: list[Request]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [text("b"), part(picture())]},
+    ]
+    answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+    assert [span.length for span in requests[0].spans] == [6]
     for role in ("system", "assistant"):
         messages = [{"role": role, "content": [part(picture())]}, {"role": "user", "content": "a"}]
         said = refusal(http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1}))
@@ -332,6 +341,12 @@ class Pages(BaseHTTPRequestHandler):
             return
         if kind == "wait":
             assert self.go_on.wait(PATIENCE_S)
+        if kind == "drip":
+            self.send_response(200)
+            self.end_headers()
+            while not self.go_on.wait(0.01):
+                self.wfile.write(b"x")
+            return
         content = picture() if kind in ("image", "wait") else bytes(int(rest)) if kind == "zeros" else b"hello"
         self.send_response(404 if kind == "none" else 200)
         self.end_headers()
@@ -383,6 +398,16 @@ def test_images_of_other_hosts(host: int, serve: Callable[..., Live], monkeypatc
         assert "answers 404" in refusal(ask(client, part(f"{base}/none")))
         assert "more than 100000 bytes" in refusal(ask(client, part(f"{base}/zeros/200000")))
         assert "its format is not known" in refusal(ask(client, part(f"{base}/words")))
+
+
+def test_an_image_that_arrives_for_ever_is_given_up(host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its bytes is in time, and all of them are not."""
+    monkeypatch.setattr(media, "is_public", lambda _: True)
+    monkeypatch.setattr(media, "FETCH_S", 0.5)
+    hosts = (f"localhost:{host}",)
+    config = AppConfig(model="m", served_model_names=("m",), allowed_media_domains=hosts, max_body_bytes=1000)
+    with pytest.raises(InvalidRequestError, match="its host did not send it within"):
+        fetched(config, f"http://localhost:{host}/drip")
 
 
 def fetched(config: AppConfig, url: str) -> bytes | None:

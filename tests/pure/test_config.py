@@ -332,6 +332,7 @@ def test_what_is_no_host_of_images_is_refused(given: str) -> None:
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--pinned-prefix-share", "0.5"], "pinned_prefix_share", 0.5),
         (["--threads", "3"], "num_threads", 3),
+        (["--cpu-threads", "3"], "num_threads", 3),
         (["--lora-modules", "a=/x=y", "b=c/d"], "lora_modules", (("a", "/x=y"), ("b", "c/d"))),
         (["--lora-modules", '{"name": "a, b", "path": "/x"}', "c=d"], "lora_modules", (("a, b", "/x"), ("c", "d"))),
     ],
