@@ -7,7 +7,7 @@ number: a scrape may see one histogram a step ahead of another, never a torn val
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import abc
+from collections import Counter, abc
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -227,6 +227,13 @@ class SequenceView(NamedTuple):
     def all_blocks(self) -> list[int]:
         """Return the blocks of all groups of layers."""
         return [block for table in self.tables for block in table if block != NO_BLOCK]
+
+    def blocks_by_group(self, names: abc.Sequence[str]) -> dict[str, int]:
+        """Return how many blocks it has of these groups of layers; all slots of a state are tables of the last group."""
+        found = Counter[str]()
+        for index, table in enumerate(self.tables):
+            found[names[min(index, len(names) - 1)]] += len(table) - table.count(NO_BLOCK)
+        return +found  # without those of which it has none
 
 
 class Snapshot(NamedTuple):

@@ -47,12 +47,13 @@ async def retrieve_request(log: InRequestLog, models: InModels, owner: InOwner, 
         )
         raise ApiError(404, "request_not_found", message, "id")
     views, place, parts = list[SequenceView](), None, models.named(record.model)
+    names = [] if parts is None else [group.name for group in parts.engine.config.groups]
     if record.end is None and parts is not None:
         ids = record.engine_ids
         place = await parts.live.place(ids)
         views = await parts.live.sequences(ids)
     words = partial(_prefix, parts, record.outcome.prefix, shows_text=True)
-    return _document(record, views, place) | {"prefix": await run_slowly(words)}  # it may have ended in between
+    return _document(record, views, place, names) | {"prefix": await run_slowly(words)}  # it may have ended in between
 
 
 def _prefix(parts: ModelParts | None, end: PrefixEnd | None, *, shows_text: bool) -> dict[str, Any] | None:
@@ -107,8 +108,10 @@ def _metrics(outcome: Outcome) -> dict[str, Any] | None:
     return AnswerMetrics.of(outcome.spans, outcome.num_cached_tokens).model_dump()
 
 
-def _document(record: RequestRecord, views: Sequence[SequenceView], place: QueuePosition | None) -> dict[str, Any]:
-    """Return a record as JSON; `views` and `place` are of an open one."""
+def _document(
+    record: RequestRecord, views: Sequence[SequenceView], place: QueuePosition | None, names: Sequence[str]
+) -> dict[str, Any]:
+    """Return a record as JSON; `views` and `place` are of an open one, `names` of its model's groups of layers."""
     outcome = record.outcome
     history = _history(outcome)
     document = {
@@ -134,11 +137,11 @@ def _document(record: RequestRecord, views: Sequence[SequenceView], place: Queue
     return document | {
         "state": next((name for name in _ORDER if name in states), "waiting" if place or not states else states[0]),
         "queue": None if place is None else place._asdict(),
-        "sequences": [_sequence(record, view) for view in views],
+        "sequences": [_sequence(record, view, names) for view in views],
     }
 
 
-def _sequence(record: RequestRecord, view: SequenceView) -> dict[str, Any]:
+def _sequence(record: RequestRecord, view: SequenceView, names: Sequence[str]) -> dict[str, Any]:
     prompt = record.engine_ids.index(view.request_id)
     return {
         "choice": prompt * record.requests[prompt].params.n + view.choice,
@@ -147,6 +150,7 @@ def _sequence(record: RequestRecord, view: SequenceView) -> dict[str, Any]:
         "computed_tokens": view.num_computed,
         "cached_tokens": view.num_cached,
         "blocks": len(view.all_blocks),
+        "blocks_by_group": view.blocks_by_group(names),
         "preemptions": view.num_preemptions,
     }
 

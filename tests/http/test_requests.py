@@ -115,6 +115,22 @@ def test_a_request_is_told_from_the_queue_to_its_end(serve: Callable[..., Live])
     assert told(live, answer[1]) == told(live, answer[2]) == ended
 
 
+def test_blocks_are_told_by_group_of_layers(serve: Callable[..., Live]) -> None:
+    """A window has passed most of the prompt; a state has a slot, and where it is read from another."""
+    live = serve(config=replace(CONFIG, windows=(8, 8), state_blocks=3), step_s=0.05)
+    with streaming(live, "endless, and " * 6, max_tokens=300) as first:
+        name = first.headers["x-request-id"]
+        eventually(lambda: told(live, name)["state"] == "running")
+        [sequence] = told(live, name)["sequences"]
+        found = sequence["blocks_by_group"]
+        assert found.keys() == {"full", "window 8", "recurrent"}
+        assert sum(found.values()) == sequence["blocks"]
+        assert found["full"] >= len("endless, and " * 6) // 16
+        assert 2 <= found["window 8"] <= 6, "of both groups"
+        assert found["recurrent"] in (3, 6)
+        assert httpx.get(f"{live.url}/v1/engine/live").json()["num_groups"] == 4, "the page names the number alone"
+
+
 def test_who_leaves_the_queue_was_never_scheduled(serve: Callable[..., Live], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "server")
     live = serve(config=ONE_AT_A_TIME)
