@@ -66,6 +66,7 @@ def test_a_tight_engine_says_what_transformers_says(kind: ModuleType, name: str,
 
 
 WINDOWED = [(own, name) for name in ("gemma2", "gemma3", "gpt-oss", "olmo3", "qwen2-window", "mistral", "phi3")]
+WINDOWED += [(own, "smollm3-window")]
 WINDOWED += [(own, "gemma4"), (own, "gemma4-shared"), (own, "gemma3n")]  # full layers of other sizes; shared K/V
 LONG = [_random.randrange(3, 128) for _ in range(205)]
 LONG_PROMPTS = [LONG, [*LONG[:150], *LONG[:50]], LONG[30:190], LONG[:31], LONG[:5]]

@@ -453,6 +453,19 @@ def test_a_copied_tail_that_was_rolled_back_is_computed_again(has_full: bool) ->
     driver.check_streams()
 
 
+@pytest.mark.parametrize(("num_blocks", "num_together"), [(38, 1), (44, 1), (45, 2)])
+def test_a_prompt_is_admitted_once_its_windows_have_room_beside_all_others(num_blocks: int, num_together: int) -> None:
+    """Their full attention has room earlier, and one of them would be preempted for the other's window."""
+    driver, most = Driver(windowed([20], num_blocks=num_blocks, max_num_batched_tokens=64)), 0
+    for index in range(2):
+        driver.add(request(f"{index}", tuple(range(index, index + 58)), max_tokens=4, eos_token_ids=frozenset()))
+    while driver.scheduler.has_work:
+        driver.step()
+        most = max(most, len(driver.scheduler.running))
+    assert (most, sum(driver.scheduler.stats.preempted.values())) == (num_together, 0)
+    driver.check_streams()
+
+
 def test_a_prompt_that_waits_for_another_s_window_is_preempted() -> None:
     """The window of the first slides past blocks that the second still reads, so that they do not become free."""
     driver = Driver(config(windows=(41,), num_blocks=36, max_num_batched_tokens=6, max_model_len=80))

@@ -189,10 +189,10 @@ def test_a_chunk_that_is_rolled_back_leaves_no_snapshot_midway() -> None:
     driver.check_streams()
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("num_tokens", range(6, 16))
 def test_an_answer_is_resumed_at_the_last_boundary_it_passed(depth: int, num_tokens: int) -> None:
-    """With overlap its end is known one step late, and its slot has gone on."""
+    """With overlap its end is known a step or two late, and its slot has gone on."""
     driver = Driver(stateful(), depth)
     run(driver, "turn1", PROMPT, max_tokens=num_tokens)
     said = tuple(driver.streams["turn1", 0])
