@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -40,6 +41,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status: 0 done, 1 failed, 2 misused."""
+    _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", "help"):
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # nothing that an import makes is garbage, and to look for some takes 20 ms, now or later
     try:
         if name == "serve":
+            # As Ctrl-C, until the daemon takes both: the kernel drops what a container's first process has no handler for.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, of no use here, would spin for 0.1 s
             from engine.startup.torch_ahead import load_torch_libraries
 
@@ -66,6 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(arguments if command.passes_name else arguments[1:])
     except KeyboardInterrupt:  # while it imports
         return 130
+
+
+def _open_streams() -> None:
+    """Open the null device for standard streams that are closed: else sockets get their numbers, and libuv aborts."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
 
 
 def _unknown(name: str) -> str:

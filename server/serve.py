@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import json
 import logging
+import resource
 import shlex
 import signal
 import socket
@@ -62,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(settings.log_level, settings.log_format, settings.uvicorn_log_level)
     if settings.tenants is not None or settings.ssl_certfile is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # it waits for the daemon, which reads them again
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the daemon takes both
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client takes one, and shells allow 1024
     faulthandler.register(signal.SIGUSR1, file=2)  # writes every thread's stack, even if the event loop hangs
     gc.disable()  # objects made at start-up stay: collecting among them took 0.3 s; hide_from_collector enables it
     if settings.remarks:

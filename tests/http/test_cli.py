@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -279,6 +279,39 @@ def test_an_interrupt_while_it_imports_is_no_traceback(monkeypatch: pytest.Monke
         assert main(["doctor"]) == 130
     finally:
         gc.enable()
+
+
+def test_a_signal_while_it_imports_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel keeps a signal without a handler from a container's first process."""
+    usual = signal.getsignal(signal.SIGTERM)
+
+    def load_torch_libraries() -> None:
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("engine.startup.torch_ahead.load_torch_libraries", load_torch_libraries)
+    try:
+        assert main(["serve"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+        gc.enable()
+
+
+def test_a_start_without_standard_streams_keeps_their_numbers(tmp_path: Path) -> None:
+    with quire("serve", around=("sh", "-c", 'exec "$@" <&- >&-', "sh")) as process:
+        url = ready(process)
+        assert httpx.get(f"{url}/ready").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert outcome(process)[0] == 0
+    with quire("serve", "--port", "x", around=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")) as process:
+        assert outcome(process) == (2, "")
+
+
+def test_more_clients_than_a_shell_allows_files() -> None:
+    with quire("serve", around=("sh", "-c", 'ulimit -S -n 64; exec "$@"', "sh")) as process, ExitStack() as stack:
+        url = ready(process)
+        clients = [stack.enter_context(httpx.Client(timeout=PATIENCE_S)) for _ in range(80)]
+        assert [client.get(f"{url}/ready").status_code for client in clients] == [200] * 80
 
 
 def test_the_story_ends_with_a_line_that_can_be_pasted() -> None:
