@@ -45,7 +45,10 @@ class DataFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise ConfigError(f"--data-dir is {str(path)!r}, which another daemon uses; give each its own.") from error
+            fault = f"cannot be locked ({error.strerror}); give another"
+            if isinstance(error, BlockingIOError):
+                fault = "another daemon uses; give each its own"
+            raise ConfigError(f"--data-dir is {str(path)!r}, which {fault}.") from error
 
     def path_of(self, file_id: str) -> Path:
         """Return the path of a file's content."""

@@ -16,6 +16,7 @@ Files and batches belong to an owner (server/tenancy/tenancy.py); for other owne
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import sqlite3
 import time
@@ -225,6 +226,9 @@ class BatchWorker:
                 raise
             return unanswered(line, error.code, error.message)
         except (OSError, ValueError) as error:
+            if _is_passing(error):
+                await asyncio.sleep(RETRY_S)
+                raise _NotNowError from error
             logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
             return unanswered(line, "input_lost", INPUT_LOST)
         reply = await dispatcher.ask(line.endpoint, document, account)
@@ -270,6 +274,8 @@ class BatchWorker:
             try:
                 piece = await asyncio.to_thread(read)
             except OSError as error:
+                if _is_passing(error):
+                    raise  # the next turn begins again
                 logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
                 errors, total = [LineError(code="input_lost", message=INPUT_LOST)], 1
                 break
@@ -333,6 +339,11 @@ class BatchWorker:
             *(batch.id, end.value, counts.completed, counts.total, counts.failed),
             *(ended.usage.input_tokens, ended.usage.output_tokens),
         )
+
+
+def _is_passing(error: Exception) -> bool:
+    """Return whether a file was not opened for lack of file descriptors or memory, of which there will be some again."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _end_of(current: OpenBatch, now: float) -> BatchStatus | None:

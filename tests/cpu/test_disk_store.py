@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import queue
 import signal
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -191,6 +193,15 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file")
     with pytest.raises(ConfigError, match="cannot be used: File exists"):
         DiskStore(tmp_path / "kv", "model", NUM_SLOTS, BLOCK_BYTES)
+
+
+def test_a_folder_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ConfigError, match=r"folder .* cannot be used: No locks available\."):
+        DiskStore(tmp_path, "model", NUM_SLOTS, BLOCK_BYTES)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.index"]
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
 
 
 def test_other_files_make_way_the_oldest_first(tmp_path: Path) -> None:

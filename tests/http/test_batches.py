@@ -17,10 +17,11 @@ from harness import CONFIG, Live, eventually
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
+from server.batches import worker
 from server.batches.folder import NewFile
 from server.openai.batches import OpenFile
 from server.telemetry import request_log
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, POLL_S
 
 Serve = Callable[..., Live]
 Lines = list[dict[str, Any] | str]
@@ -551,6 +552,23 @@ def test_an_input_that_is_lost_is_each_lines_error(serve: Serve, tmp_path: Path)
         batch = ended(client, batch)
         assert [entry["custom_id"] for entry in entries(client, batch.output_file_id)] == ["0", "1"]
         assert [entry["error"]["code"] for entry in entries(client, batch.error_file_id)] == ["input_lost"] * 3
+
+
+@pytest.mark.parametrize("reader", ["read_piece", "read_body"])
+def test_an_input_is_not_lost_while_too_many_files_are_open(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    read, faults = getattr(worker, reader), [errno.EMFILE, errno.ENFILE, errno.ENOMEM]
+
+    def read_when_it_may(*arguments: Any) -> Any:
+        if faults:
+            raise OSError(faults.pop(), "not now")
+        return read(*arguments)
+
+    monkeypatch.setattr(worker, "RETRY_S", POLL_S)
+    monkeypatch.setattr(worker, reader, read_when_it_may)
+    batch = ended(client, create(client, [completion("a")]))
+    assert (batch.status, batch.request_counts.completed, faults) == ("completed", 1, [])
 
 
 def test_keys_guard_files(serve: Serve, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import sqlite3
@@ -288,6 +289,12 @@ def test_a_file_is_there_whole_or_not_at_all(folder: DataFolder, tmp_path: Path)
 
 def test_a_folder_has_one_owner(folder: DataFolder, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another daemon uses"):
+        DataFolder(tmp_path)
+
+
+def test_a_folder_whose_file_system_has_no_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(ConfigError, match=r"which cannot be locked \(No locks available\); give another"):
         DataFolder(tmp_path)
 
 

@@ -12,6 +12,7 @@ a block that is overwritten meanwhile, or torn by a crash, does not have its ent
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -34,6 +35,7 @@ _DIGEST_BYTES = 32  # of a name; the bytes behind it are its group and part, see
 ENTRY_BYTES = 64
 MAX_INDEX_BYTES = ENTRY_BYTES << 20  # of another daemon: a million blocks
 KINDS = (".kv", ".index")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of a file system that has none, as NFS may be mounted
 
 
 class Entry(NamedTuple):
@@ -180,8 +182,8 @@ def take(folder: Path, fingerprint: str) -> tuple[str, int]:
         name = fingerprint if number == 1 else f"{fingerprint}.{number}"
         try:
             index = lock(folder, name)
-        except OSError:
-            if not os.path.lexists(folder / f"{name}.index"):
+        except OSError as error:
+            if error.errno in _NO_LOCKS or not os.path.lexists(folder / f"{name}.index"):
                 raise  # nothing can be made here
             continue  # it is not a daemon's
         if index is not None:
@@ -201,9 +203,12 @@ def lock(folder: Path, name: str) -> int | None:
         except BlockingIOError:
             os.close(index)
             return None
-        except FileNotFoundError:
+        except FileNotFoundError:  # it was removed between the two calls
             pass
-        os.close(index)  # it was removed between the two calls
+        except OSError:
+            os.close(index)
+            raise
+        os.close(index)
 
 
 def remove(folder: Path, name: str) -> None:
