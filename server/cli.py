@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import NamedTuple
 
 from engine.system.version import VERSION, commit
@@ -58,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # nothing that an import makes is garbage, and to look for some takes 20 ms, now or later
     try:
         if name == "serve":
-            # As Ctrl-C, until the daemon takes both: the kernel drops what a container's first process has no handler for.
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            # Until the daemon does. The kernel drops a signal that a container's first process has no handler for.
+            _take_signals(_interrupt)
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, of no use here, would spin for 0.1 s
             from engine.startup.torch_ahead import load_torch_libraries
 
@@ -78,6 +79,17 @@ def _open_streams() -> None:
         if getattr(sys, name) is None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
+
+
+def _take_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """End the start; a second signal ends the process, for which threads that load libraries would not."""
+    _take_signals(lambda *_: os._exit(130))
+    raise KeyboardInterrupt
 
 
 def _unknown(name: str) -> str:

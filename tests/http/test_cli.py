@@ -283,18 +283,42 @@ def test_an_interrupt_while_it_imports_is_no_traceback(monkeypatch: pytest.Monke
 
 def test_a_signal_while_it_imports_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel keeps a signal without a handler from a container's first process."""
-    usual = signal.getsignal(signal.SIGTERM)
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def load_torch_libraries() -> None:
-        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
         signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the start goes on")
 
     monkeypatch.setattr("engine.startup.torch_ahead.load_torch_libraries", load_torch_libraries)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         assert main(["serve"]) == 130
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
         gc.enable()
+
+
+def test_a_second_signal_ends_a_start_without_a_word() -> None:
+    program = """if True:
+        import signal
+        from engine.startup import torch_ahead
+        from server.cli import main
+
+        def load_torch_libraries():
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                try:
+                    signal.raise_signal(signal.SIGINT)
+                finally:
+                    print("it goes on")
+
+        torch_ahead.load_torch_libraries = load_torch_libraries
+        main(["serve"])
+    """
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def test_a_start_without_standard_streams_keeps_their_numbers(tmp_path: Path) -> None:
@@ -302,7 +326,8 @@ def test_a_start_without_standard_streams_keeps_their_numbers(tmp_path: Path) ->
         url = ready(process)
         assert httpx.get(f"{url}/ready").status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert outcome(process)[0] == 0
+        status, written = outcome(process)
+        assert status == 0, written
     with quire("serve", "--port", "x", around=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")) as process:
         assert outcome(process) == (2, "")
 
