@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.errors import ModelLoadError
-from engine.system.cache_folder import cache_folder, keep
+from engine.system.cache_folder import cache_folder, keep, kept
 from engine.system.host_limits import usable_cpus
-from engine.system.regular_file import check_regular, read_json, reason
+from engine.system.regular_file import check_regular, reason
 
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20  # a thread waits for the GIL twice for each
@@ -158,22 +158,18 @@ def _path() -> Path:
 
 def _load() -> dict[str, str]:
     """Return the digests in the cache; none from a file that is damaged, or that others may write to."""
-    path = _path()
     try:
-        status = path.stat()
-        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            return {}
-        document = read_json(path, _MAX_BYTES)
-    except (OSError, ValueError):
+        document = json.loads(kept(_path(), _MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(document, dict) or document.get("version") != _VERSION:
         return {}
-    kept = document.get("digests")
-    return {key: each for key, each in kept.items() if isinstance(each, str)} if isinstance(kept, dict) else {}
+    found = document.get("digests")
+    return {key: each for key, each in found.items() if isinstance(each, str)} if isinstance(found, dict) else {}
 
 
 def _save(made: dict[str, str]) -> None:
     """Keep new digests in the cache, in the place of the oldest ones."""
     if made:
-        kept = list({**_load(), **made}.items())[-_MAX_KEPT:]
-        keep(_path(), json.dumps({"version": _VERSION, "digests": dict(kept)}))
+        last = list({**_load(), **made}.items())[-_MAX_KEPT:]
+        keep(_path(), json.dumps({"version": _VERSION, "digests": dict(last)}))

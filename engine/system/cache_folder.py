@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from engine.system.regular_file import expanded, read_json
+from engine.system.regular_file import MAX_BYTES, expanded, read_bytes, read_json
 
 _FORESEEN = "foreseen.json"
 
@@ -30,6 +30,14 @@ def keep(path: Path, text: str) -> None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         written.replace(path)
+
+
+def kept(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return what `keep` has written. Raises OSError, also for a file that another user owns or may write to."""
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(f"another user owns {path} or may write to it")
+    return read_bytes(path, max_bytes)
 
 
 def foreseen() -> dict[str, str]:

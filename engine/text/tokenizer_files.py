@@ -1,9 +1,17 @@
-"""Loads the tokenizer of a model folder or of a GGUF file."""
+"""Loads the tokenizer of a model folder or of a GGUF file.
+
+What transformers makes of a folder's files is kept, because its import takes longer than the rest of a start.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +21,20 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.files.gguf_header import read_header
 from engine.settings.speculative_config import SpeculativeConfig
 from engine.sources.model_source import check_entries
+from engine.system.cache_folder import cache_folder, keep, kept
 from engine.system.calls import TRANSFORMERS, foreign_code
+from engine.system.regular_file import read_bytes
 from engine.text.generation_config import FILE, read_json_beside
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token
 from engine.text.tokenizer import PROBE, TextTokenizer, TokenizerConfig
 from engine.text.types import SamplingDefaults
 
+log = logging.getLogger("quire.engine")
+
+_READ = frozenset(
+    (".bpe", ".jinja", ".json", ".model", ".tiktoken", ".txt")
+)  # the endings of files that decide on a tokenizer
+_MAX_KEPT = 16  # tokenizers, of 1 to 40 MB
 # Tokens with which models end a turn. A GGUF file names one or two of them; a model may sample any.
 _END_OF_TURN = frozenset(
     (
@@ -101,7 +117,47 @@ def _turn_ends(control: Mapping[str, int], named: set[int]) -> frozenset[int]:
 
 def _from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
     check_entries(folder)
+    path = cache_folder() / f"tokenizer-{_digest(folder)}.json"
+    with suppress(OSError, ValueError, TypeError), foreign_code(lambda _: ValueError(), (OSError,)):
+        settings, _, backend = kept(path).decode().partition("\n")
+        found = json.loads(settings)
+        ends = frozenset(found.pop("eos_token_ids"))
+        return tokenizers.Tokenizer.from_str(backend), TokenizerConfig(eos_token_ids=ends, **found)
+    made = _by_transformers(folder)
+    _keep(path, *made)
+    return made
 
+
+def _digest(folder: Path) -> str:
+    """Return a name for what decides on a folder's tokenizer: its files, and the code of those who read them."""
+    origin = getattr(find_spec("transformers"), "origin", None)  # a file with the version
+    readers = [Path(each) for each in (__file__, origin) if each]
+    digest = blake2b(tokenizers.__version__.encode(), digest_size=16)
+    for path in [*readers, *sorted(path for path in folder.glob("*") if path.suffix in _READ)]:
+        content = b""
+        with suppress(OSError):  # such as a link to nothing
+            content = read_bytes(path)
+        digest.update(f"\0{path.name} {len(content)}\0".encode("utf-8", "surrogateescape"))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _keep(path: Path, backend: tokenizers.Tokenizer, vocabulary: TokenizerConfig) -> None:
+    """Keep a tokenizer for the next start, if all of it can be written; those kept longest ago go."""
+    if backend.encode_special_tokens:  # which no file says
+        return
+    log.info("tokenizer: read by transformers, and kept for the next start")
+    settings = {name: getattr(vocabulary, name) for name in ("special_tokens", "chat_template")}
+    with suppress(OSError, ValueError), foreign_code(lambda _: ValueError(), (OSError,)):  # parts in Python cannot be
+        keep(
+            path, json.dumps({**settings, "eos_token_ids": sorted(vocabulary.eos_token_ids)}) + "\n" + backend.to_str()
+        )
+        others = sorted(path.parent.glob("tokenizer-*.json"), key=lambda each: each.stat().st_mtime)
+        for each in others[:-_MAX_KEPT]:
+            each.unlink(missing_ok=True)
+
+
+def _by_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
     def refuse(error: Exception) -> Exception:
         reason = " ".join(str(error).split()).rstrip(".")
         if not any(folder.glob("*token*")):

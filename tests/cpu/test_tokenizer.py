@@ -20,7 +20,10 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.files.gguf_header import read_header
+from engine.runtime.models.encoder_families import ENCODERS
+from engine.runtime.models.families import FAMILIES
 from engine.sources.model_source import find_model
+from engine.text import tokenizer_files
 from engine.text.chat_template import ChatTemplate
 from engine.text.generation_config import read_sampling, sampling_of
 from engine.text.gguf_tokenizer import WORDS, TokenType, build_tokenizer
@@ -409,6 +412,146 @@ def test_a_folder_gives_what_transformers_gives(folder: Path) -> None:
     assert render(ours) == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert ours.eos_token_ids == {7, 8, 9, theirs.eos_token_id}
     assert ours.vocab_size == len(theirs)
+
+
+# By class of transformers: the kind of model whose tokenizer it is, and what its vocabulary is made of.
+CLASSES = {
+    "Qwen2Tokenizer": ("qwen2", "bytes"),
+    "Qwen3_5Tokenizer": ("qwen3_5", "bytes"),
+    "GPT2Tokenizer": ("gpt2", "bytes"),
+    "GPTNeoXTokenizer": ("olmoe", "bytes"),
+    "RobertaTokenizer": ("roberta", "bytes"),
+    "LlamaTokenizer": ("llama", "letters"),
+    "GemmaTokenizer": ("gemma3_text", "letters"),
+    "BertTokenizer": ("bert", "words"),
+    "MPNetTokenizer": ("mpnet", "words"),
+    "XLMRobertaTokenizer": ("xlm-roberta", "scores"),
+    "CamembertTokenizer": ("camembert", "scores"),
+    "PreTrainedTokenizerFast": ("lfm2", "whole"),
+}
+
+
+def vocabulary(kind: str) -> dict[str, Any]:
+    """What a class of transformers makes a small tokenizer of."""
+    backend = reference(patterns()["qwen2"][0], nfc=True, ignore_merges=False)
+    model = json.loads(backend.to_str())["model"]
+    marks = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
+    letters = sorted({letter for text in TRICKY for letter in text.replace(" ", "▁")} | {"▁"})
+    if kind == "bytes":
+        return {"vocab": model["vocab"], "merges": [tuple(merge) for merge in model["merges"]]}
+    if kind == "letters":
+        codes = [f"<0x{byte:02X}>" for byte in range(256)]
+        tokens = [*marks, *codes, *letters, "▁w", "▁wo"]
+        return {"vocab": {token: at for at, token in enumerate(tokens)}, "merges": [("▁", "w"), ("▁w", "o")]}
+    if kind == "words":
+        return {"vocab": {token: at for at, token in enumerate([*marks, *letters, *("##" + each for each in letters)])}}
+    if kind == "scores":
+        return {"vocab": [(token, -float(at)) for at, token in enumerate([*marks, *letters, "▁wo", "rld"])]}
+    return {"tokenizer_object": backend, "bos_token": "<s>"}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, which is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "quire"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_transformers_made_of_a_folder_is_kept(
+    name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start has the same ids and text without it."""
+    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    model_type, kind = CLASSES[name]
+    made = tokenizer_class_from_name(name)(**vocabulary(kind))
+    made.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ eos_token }}"
+    )
+    made.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "eos_token_id": 5}))
+    theirs, first = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
+    assert type(theirs).__name__ == ("TokenizersBackend" if kind == "whole" else name)
+    with monkeypatch.context() as without:
+        without.setattr(tokenizer_files, "_by_transformers", None)
+        ours = load_tokenizer(str(tmp_path))
+    for text in [*TRICKY, "<s>a</s>[SEP]<mask>"]:
+        ids = ours.encode(text, add_special_tokens=True)
+        assert ids == first.encode(text, add_special_tokens=True) == theirs.encode(text)
+        for skips in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skips) == theirs.decode(ids, skip_special_tokens=skips)
+    pairs = [each.encode(("a b", "c"), add_special_tokens=True) for each in (ours, first)]
+    assert pairs == [theirs("a b", "c")["input_ids"]] * 2
+    assert render(ours) == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    for what in ("eos_token_ids", "special_tokens", "marks", "vocab_size", "description"):
+        assert getattr(ours, what) == getattr(first, what)
+    assert ours.vocabulary(600) == first.vocabulary(600)
+
+
+def test_every_served_family_has_a_class_of_these() -> None:
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    types = {*FAMILIES, *ENCODERS, *(kind for kind, _ in CLASSES.values())}
+    assert {TOKENIZER_MAPPING_NAMES.get(kind, "TokenizersBackend") for kind in types} <= {*CLASSES, "TokenizersBackend"}
+
+
+def test_what_is_kept_is_of_the_files_as_they_are(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is of other files, damaged, or another user's is read again, and so is what no file can say."""
+    read, num_read = tokenizer_files._by_transformers, 0
+
+    def count(path: Path) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return read(path)
+
+    monkeypatch.setattr(tokenizer_files, "_by_transformers", count)
+    caplog.set_level("INFO")
+    for _ in range(2):
+        wanted = load_tokenizer(str(folder)).encode(TRICKY[0], add_special_tokens=True)
+    assert caplog.messages == ["tokenizer: read by transformers, and kept for the next start"]
+    assert num_read == 1
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "eos_token_id": 11}))
+    assert 11 in load_tokenizer(str(folder)).eos_token_ids
+    assert num_read == 2
+    for content in (b"", b"{}", b"[]\n{}", b'{"eos_token_ids": []}\n{}', b"\xff"):
+        for kept in cache.iterdir():
+            kept.write_bytes(content)
+        assert load_tokenizer(str(folder)).encode(TRICKY[0], add_special_tokens=True) == wanted
+    assert num_read == 7
+    for kept in cache.iterdir():
+        kept.chmod(0o602)  # others may write to it
+    for _ in range(2):
+        load_tokenizer(str(folder))
+    assert num_read == 8
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "split_special_tokens": True}))
+    num_kept = len(list(cache.iterdir()))
+    split = [load_tokenizer(str(folder)).encode("<|begin|>", add_special_tokens=False) for _ in range(2)]
+    assert len(split[0]) > 1
+    assert split[0] == split[1]
+    assert (num_read, len(list(cache.iterdir()))) == (10, num_kept)
+
+
+def test_few_tokenizers_are_kept(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_files, "_MAX_KEPT", 2)
+    for number in range(4):
+        (folder / "config.json").write_text(json.dumps({"eos_token_id": number}))
+        load_tokenizer(str(folder))
+        assert len(list(cache.iterdir())) == min(number + 1, 2)
+    monkeypatch.setattr(tokenizer_files, "_by_transformers", None)
+    assert 3 in load_tokenizer(str(folder)).eos_token_ids
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert load_tokenizer(str(folder)).encode("a", add_special_tokens=True)
 
 
 def test_the_models_sampling_is_read_from_its_folder_and_overridden(folder: Path) -> None:
