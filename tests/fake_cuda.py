@@ -20,8 +20,7 @@ def install() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     from engine.runtime.cuda import available, toolchain
     from tests.fake_device import fake_device, watched
-    from tests.fake_kernels import watched_kernels
-    from tests.kernels import conftest  # noqa: F401 - mends the interpreter, while there is no device
+    from tests.kernels import conftest  # noqa: F401 - mends the interpreter, and watches it, while there is no device
 
     available.has_triton = lambda device: device.type != "cpu"  # as where kernels are compiled
     toolchain.TOOLS.pop("GPU driver")
@@ -33,7 +32,6 @@ def install() -> None:
 
     threading.Thread.run = watched_run  # type: ignore[method-assign]
     _for_good.enter_context(fake_device())
-    _for_good.enter_context(watched_kernels())
     _warm_up_shortly()
 
 

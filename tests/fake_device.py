@@ -187,6 +187,7 @@ class FakeDevice:
         self.default_stream = Stream()
         self.dropped = dropped
         self.sites: set[str] = set()  # of the engine: its waits
+        self.hidden: set[str] = set()  # of the engine: calls in which torch waits for the stream
         self.num_launches = self.num_graphs = 0
         self._actors: dict[Stream, int] = {}
         self._held: dict[int, Held] = {}  # by storage
@@ -408,9 +409,14 @@ class FakeDevice:
             if held is not None and held.graph is not graph and held not in graph.saved:
                 graph.saved[held] = held.raw.copy()
 
+    def _note_hidden(self, what: str) -> None:
+        if (site := call_site()).startswith("engine/"):
+            self.hidden.add(f"{site} {what}")
+
     def _wait_for_number(self, what: str) -> None:
         """Have the host wait for its stream."""
         self.forbid_in_recording(what)
+        self._note_hidden(what)
         self.order.join(HOST, self.clock_of(None))
         self._land()
 
@@ -459,7 +465,11 @@ class FakeDevice:
             if held is not None and not arriving:
                 region = accesses[0].region
                 self._sources.append(Copy(ticket, held, region, held.raw[region].copy(), source))
-            is_waited = is_waited and held is not None  # what is not pinned is read before the call returns
+            if (
+                is_waited and held is None
+            ):  # what is not pinned is read before the call returns; torch waits even longer
+                self._note_hidden("a copy of memory that is not pinned")
+            is_waited = is_waited and held is not None
         elif not is_waited:
             self._fly(ticket, to, target or self._keep(Held(to, HOST, what, is_pinned=True)))
         if is_waited:
@@ -604,7 +614,8 @@ def _make(device: FakeDevice, func: Any, args: Any, kwargs: dict[str, Any]) -> T
     with device.lock, away():
         name = func.__name__
         sources = {each.untyped_storage()._cdata for each in _flat(args)}
-        made: Tensor = func(*args, **kwargs)
+        # By name, because torch.device(...) may be a scope of other calls.
+        made: Tensor = func(*args, **kwargs, **({} if wanted is None else {"device": "cpu"}))
         if made.untyped_storage()._cdata in sources:  # as_tensor
             return made
         if is_pinned:
@@ -632,7 +643,7 @@ def _fill(device: FakeDevice, what: str, made: Tensor, held: Held) -> None:
         graph.works.append((what, again))
 
 
-def _to(device: FakeDevice, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to(device: FakeDevice, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     """Take the place of Tensor.to."""
     if args and isinstance(args[0], Tensor):
         args = (_device_of(device, args[0]), args[0].dtype, *args[1:])

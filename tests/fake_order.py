@@ -138,4 +138,4 @@ def call_site() -> str:
 
 _PREFIX = f"{ROOT}/"
 _ROOTS = tuple(f"{_PREFIX}{name}/" for name in ("engine", "tests", "loadtest"))
-_OWN = f"{_PREFIX}tests/fake_"
+_OWN = (f"{_PREFIX}tests/fake_", f"{_PREFIX}tests/kernels/conftest.py")

@@ -1,6 +1,7 @@
 """The Triton kernels: on a CUDA device where there is one, else on the CPU under Triton's interpreter.
 
-tests/conftest.py has chosen which. What a device does and the interpreter of Triton 3.6 does not is mended here.
+tests/conftest.py has chosen which. What a device does and the interpreter of Triton 3.6 does not is mended here; what only the
+interpreter allows is refused, here and by tests/fake_kernels.py.
 """
 
 from __future__ import annotations
@@ -68,6 +69,33 @@ def mend() -> None:
     interpreter._patch_lang, interpreter._patch_lang_tensor = patch_once, patch
     builder.cast_impl, builder.create_dot = rounding_cast, wide_dot
     builder.create_fp_to_fp = fp8_cast
+
+
+def tighten() -> None:
+    """Have the interpreter take no more than a device does."""
+    from triton.backends.nvidia.compiler import min_dot_size
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    masked_load, set_attr = builder.create_masked_load, handle.set_attr
+
+    def load(self: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        """It makes zeros of what a mask leaves out; on a device, without `other`, anything may stand there."""
+        if other is None:
+            kind = interpreter._get_np_dtype(pointers.get_element_ty())
+            garbage = np.full((*pointers.data.shape, np.dtype(kind).itemsize), 0xFF, np.uint8).view(kind)[..., 0]
+            other = interpreter.TensorHandle(garbage, pointers.get_element_ty())
+        return masked_load(self, pointers, mask, other, *rest)
+
+    def promise(self: Any, name: str, values: Any) -> None:
+        """It believes that numbers are multiples; a device then loads many at once, and faults if they are not."""
+        if name == "tt.divisibility" and (self.data % values[-1] != 0).any():
+            raise AssertionError(f"{self.data.tolist()} are no multiples of {values[-1]}")
+        set_attr(self, name, values)
+
+    builder.create_masked_load, handle.set_attr = load, promise
+    # Tensor cores sum up sixteen products at least; here one is enough.
+    interpreter.interpreter_builder.codegen_fns["min_dot_size"] = min_dot_size(None)
 
 
 def hasten() -> None:
@@ -170,6 +198,10 @@ def hasten_operands() -> None:
 
 
 if not torch.cuda.is_available() and find_spec("triton"):
+    from tests.fake_kernels import watch
+
     mend()
+    tighten()
     hasten()
     hasten_operands()
+    watch()

@@ -23,8 +23,7 @@ from tests.cpu import test_images
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings, state_blocks
 from tests.cpu.test_models_families import CASES, Case, write_tiny
 from tests.cpu.test_speculation import Prophet
-from tests.fake_device import CUDA, FakeDevice, fake_device
-from tests.fake_kernels import watched_kernels
+from tests.fake_device import CUDA, FakeDevice, active, fake_device
 from tests.fake_order import OrderError
 
 pytestmark = [
@@ -42,7 +41,7 @@ Ids = dict[tuple[str, int], list[int]]
 
 def launched(model: type[TinyModel] = TinyModel, dropped: str | None = None) -> tuple[Ids, FakeDevice]:
     """Serve with graphs on the device."""
-    with pytest.MonkeyPatch.context() as patch, fake_device(dropped) as device, watched_kernels():
+    with pytest.MonkeyPatch.context() as patch, fake_device(dropped) as device:
         patch.setattr(available, "has_triton", lambda device: device.type == "cuda")
         scheduler, served_model = Scheduler(CONFIG), model(device=CUDA)
         runner = make_runner(served_model, CONFIG, "triton", device=CUDA)
@@ -80,7 +79,7 @@ def test_graphs_turn_tokens_behind_images(tmp_path: Path) -> None:
         asked = [test_images.ask(f"{i}", ids, max_tokens=3 + i) for i, (ids, _) in enumerate(prompts)]
         return serve(model, config, asked, depth=int(is_device), runner=runner).ids
 
-    with pytest.MonkeyPatch.context() as patch, fake_device() as device, watched_kernels():
+    with pytest.MonkeyPatch.context() as patch, fake_device() as device:
         patch.setattr(available, "has_triton", lambda device: device.type == "cuda")
         said = run(CUDA)
         assert device.num_graphs == 2
@@ -200,6 +199,7 @@ def test_graphs_of_many_kinds_of_layer_say_what_the_cpu_says(name: str, num_draf
         if is_device:
             assert model.capabilities.graphs
             runner.capture(lambda progress: None)
+            active().hidden.clear()
         if drafter is not None:
             runner.speculate(drafter)
         scheduler = Scheduler(config)
@@ -210,11 +210,12 @@ def test_graphs_of_many_kinds_of_layer_say_what_the_cpu_says(name: str, num_draf
     expected = run(torch.device("cpu"))
     oracle = Oracle([[*prompts[int(name[1:])], *ids] for (name, _), ids in expected.items()], is_wrong_at=())
     launched, launch = [], DecodeGraphs.launch
-    with pytest.MonkeyPatch.context() as patch, fake_device() as device, watched_kernels():
+    with pytest.MonkeyPatch.context() as patch, fake_device() as device:
         for module in (available, layer):
             patch.setattr(module, "has_triton", lambda device: device.type == "cuda")
         patch.setattr(DecodeGraphs, "launch", lambda self, rows: (launched.append(rows), launch(self, rows))[1])
         found = run(CUDA, oracle if num_drafts else None)
         assert device.num_graphs == 2
+        assert not device.hidden
     assert len(launched) > 1
     assert found == expected
