@@ -149,10 +149,12 @@ class StepPlan(NamedTuple):
         return found
 
 
-def plan_prompts(rows: Iterable[RowStart], counts: Iterable[int], state_blocks: int = 0) -> StepPlan:
+def plan_prompts(
+    rows: Iterable[RowStart], counts: Iterable[int], state_slots: Iterable[tuple[int, ...]] = ()
+) -> StepPlan:
     """Return a step that begins rows, computes so many last positions of each, and samples from each.
 
-    Recurrent states begin at zero, and all are written to the first blocks.
+    Recurrent states begin at zero, and are written to `state_slots`, the blocks of each row's.
     """
     begun = tuple(rows)
     chunks = tuple(
@@ -161,7 +163,7 @@ def plan_prompts(rows: Iterable[RowStart], counts: Iterable[int], state_blocks: 
             for row, count in zip(begun, counts, strict=True)
         ]
     )
-    states = tuple(StateMove(row.slot, (), tuple(range(state_blocks))) for row in begun) if state_blocks else ()
+    states = tuple(StateMove(row.slot, (), slot) for row, slot in zip(begun, state_slots, strict=False))
     num_tokens = sum(each.num_tokens for each in chunks)
     return StepPlan(0, num_tokens, len(chunks), chunks=chunks, rows=begun, states=states)
 

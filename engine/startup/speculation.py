@@ -21,7 +21,7 @@ from engine.core.step import StepPlan, plan_prompts
 from engine.core.types import Progress, ReportProgress, SamplingParams
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.runner import ModelRunner
-from engine.runtime.execution.synthetic import warm_up_plan
+from engine.runtime.execution.synthetic import state_slots, warm_up_plan
 from engine.runtime.kv_layout import attends
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp, resolve_dtype
@@ -185,7 +185,7 @@ def _drafting(
             # The last draft's entry is noted and not read.
             tables = tuple([(*table, table[-1])[:width] for table in row.tables])
             rows.append(row._replace(params=params, ids=(0,), num_prompt=1, tables=tables))
-        plan = plan_prompts(rows, [1] * num_seqs, config.state_blocks)
+        plan = plan_prompts(rows, [1] * num_seqs, state_slots(config, num_seqs))
         run(plan)  # for the states that a head reads
         slices = [piece._replace(tokens=[0, 0], start=1) for piece in Rows().follow(plan)]
         plan = plan._replace(drafts=tuple([(index, num_drafts) for index in range(num_seqs)]))

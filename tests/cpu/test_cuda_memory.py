@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from engine.runtime.execution.device_memory import (
     CudaMemory,
     full_steps,
     measure_memory,
+    other_steps,
 )
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.execution.synthetic import warm_up_plan
@@ -101,13 +103,14 @@ class Card:
 
 
 class Taker:
-    """A runner that takes memory: a pool for as long as it lives, and some for each step; graphs are kept as well."""
+    """A runner that takes memory: a pool and more for as long as it lives, and some for each step; graphs are kept as well."""
 
-    def __init__(self, card: Card, *, pool: int = GIB, step: int = 2 * GIB) -> None:
-        self.card, self.pool, self.step = card, pool, step
+    def __init__(self, card: Card, *, pool: int = GIB, step: int = 2 * GIB, beside: int = 0) -> None:
+        self.card, self.pool, self.step, self.beside = card, pool, step, beside
+        self.blocks = [SimpleNamespace(nbytes=pool // 2)] * 2
         self.plans: list[StepPlan] = []
         self.graphs = 0
-        card.take(pool, lasting=True)
+        card.take(pool + beside, lasting=True)
 
     def run(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
@@ -120,8 +123,8 @@ class Taker:
         self.card.driver += GIB // 4
 
     def close(self) -> None:
-        self.card.held -= self.pool + self.graphs
-        self.card.cached += self.pool + self.graphs
+        self.card.held -= self.pool + self.beside + self.graphs
+        self.card.cached += self.pool + self.beside + self.graphs
         self.card.driver -= GIB // 4 if self.graphs else 0
 
 
@@ -164,9 +167,14 @@ def test_the_pool_is_what_others_weights_steps_and_graphs_leave_of_the_share(car
 
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9, 1.0])
-def test_with_that_pool_the_gpu_is_used_within_a_percent_of_the_share(card: Card, share: float, captures: bool) -> None:
-    memory = measure(card, share, captures)
-    runner = Taker(card, pool=memory.pool + 4 * SEGMENT // 2)  # half of each tensor's last segment is not used
+@pytest.mark.parametrize("beside", [0, 5 * GIB])
+def test_with_that_pool_the_gpu_is_used_within_a_percent_of_the_share(
+    card: Card, share: float, captures: bool, beside: int
+) -> None:
+    """Also where a runner keeps more than its pool: of recurrent layers the inputs of drafts, of a head its states."""
+    memory = measure(card, share, captures, beside=beside)
+    pool = memory.pool + 4 * SEGMENT // 2  # half of each tensor's last segment is not used
+    runner = Taker(card, pool=pool, beside=beside)
     report = warm_up(runner, captures, gpu_memory_utilization=share)
     assert bool(runner.graphs) == captures
     used = 80 * GIB - torch.cuda.mem_get_info(CUDA)[0]
@@ -253,6 +261,21 @@ def test_full_steps_are_the_largest_that_the_scheduler_may_plan(
         assert sum(piece.num_tokens for piece in plan.chunks) == plan.num_tokens
         assert all(piece.num_tokens <= max_model_len for piece in plan.chunks)
         FakeRunner(config).run(plan).wait()
+
+
+def test_steps_of_whole_texts_have_no_rest_of_one() -> None:
+    """An encoder finds out where a text begins by its first position."""
+    assert [plan.num_tokens for plan in other_steps(CONFIG)] == [8, 64]
+    assert not other_steps(replace(CONFIG, whole_step=64))
+
+
+@pytest.mark.parametrize(("num_blocks", "num_slots"), [(20, 4), (12, 4), (11, 3), (3, 1)])
+def test_rows_write_their_states_to_blocks_of_their_own(num_blocks: int, num_slots: int) -> None:
+    """As far as a pool goes; beyond, to the same pieces of the same slots, whose numbers have the same type."""
+    config = replace(CONFIG, num_blocks=num_blocks, state_blocks=3)
+    slots = [move.written for move in warm_up_plan(config, 4, 8).states]
+    assert slots == [tuple(range(3 * (at % num_slots), 3 * (at % num_slots) + 3)) for at in range(4)]
+    assert not warm_up_plan(CONFIG, 4, 8).states
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------

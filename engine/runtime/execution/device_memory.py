@@ -18,7 +18,7 @@ from engine.core.errors import MemoryBudgetError
 from engine.core.step import StepPlan, plan_prompts
 from engine.core.types import SamplingParams
 from engine.runtime.execution.runner import ModelRunner
-from engine.runtime.execution.synthetic import synthetic_row, warm_up_plan
+from engine.runtime.execution.synthetic import state_slots, synthetic_row, warm_up_plan
 
 _GIB = 1 << 30
 _SEGMENT = 2 << 20  # torch reserves large tensors in multiples of this
@@ -34,7 +34,7 @@ class CudaMemory(NamedTuple):
     share: int  # the limit on memory in use, by all processes
     others: int  # other processes, the CUDA context, loaded kernels
     weights: int
-    step: int  # the peak of a step beside weights and pool
+    step: int  # the peak of a step beside weights and pool, with what a runner keeps for drafts
     graphs: int
     rounding: int  # of the pool's tensors
     shortfall: int = 0  # by which the GPU of another rank has less left; all ranks have pools of one size
@@ -84,14 +84,19 @@ def full_steps(config: SchedulerConfig, vocab_size: int) -> list[StepPlan]:
 def other_steps(config: SchedulerConfig) -> list[StepPlan]:
     """Return steps that use other kernels than full ones, so that all are compiled at the start.
 
-    They have a few tokens, and a hundred, after a long context; greedy, and with temperature alone."""
+    They have a few tokens, and a hundred, after a long context; greedy, and with temperature alone. Where a step has whole
+    texts there are none.
+    """
+    if config.whole_step:
+        return []
     context = min(_LONG_CONTEXT, config.max_model_len, config.num_blocks * config.block_size)
     table = list(range(-(-context // config.block_size)))
     plans = []
     for num, temperature in ((8, 0.0), (128, 1.0)):
         length = min(num, context, config.max_num_batched_tokens)
         params = SamplingParams(max_tokens=1, temperature=temperature)
-        plans.append(plan_prompts([synthetic_row(config, 0, context, table, params)], [length], config.state_blocks))
+        row = synthetic_row(config, 0, context, table, params)
+        plans.append(plan_prompts([row], [length], state_slots(config, 1)))
     return plans
 
 
@@ -113,7 +118,7 @@ def measure_memory(
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_reserved(device)
     try:
-        step, graphs = _try(make_runner(config), config, device, vocab_size, captures)
+        step, graphs = _try(make_runner(config), config, device, vocab_size, captures, weights)
         is_full = False
     except (torch.OutOfMemoryError, MemoryBudgetError):
         is_full = True
@@ -131,10 +136,10 @@ def measure_memory(
 
 
 def _try(
-    runner: ModelRunner, config: SchedulerConfig, device: torch.device, vocab_size: int, captures: bool
+    runner: ModelRunner, config: SchedulerConfig, device: torch.device, vocab_size: int, captures: bool, weights: int
 ) -> tuple[int, int]:
-    """Return the peak bytes of full steps, and the bytes that graphs keep."""
-    before = torch.cuda.memory_reserved(device)
+    """Return the peak bytes of full steps and of the runner beside weights and pool, and the bytes that graphs keep."""
+    before = weights + sum(view.nbytes for view in runner.blocks)
     torch.cuda.reset_peak_memory_stats(device)
     for plan in full_steps(config, vocab_size):
         runner.run(plan).wait()

@@ -19,7 +19,7 @@ def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> Ste
         table = [(block + i) % config.num_blocks for i in range(num_blocks)]
         block += num_blocks
         rows.append(synthetic_row(config, slot, length, table, params))
-    return plan_prompts(rows, [len(row.ids) for row in rows], config.state_blocks)
+    return plan_prompts(rows, [len(row.ids) for row in rows], state_slots(config, num_seqs))
 
 
 def synthetic_row(
@@ -34,3 +34,13 @@ def synthetic_row(
         [(group * share + block % share) % config.num_blocks for block in table] for group in range(config.num_groups)
     ]
     return RowStart(slot, -1 - slot, length, params, 0, (0,) * length, tuple(map(tuple, tables)))
+
+
+def state_slots(config: SchedulerConfig, num_seqs: int) -> list[tuple[int, ...]]:
+    """Return the blocks of rows' recurrent states, if there are any: of each row others, as far as the pool goes.
+
+    Programs of two rows that write to the same blocks would read each other's numbers again.
+    """
+    size = config.state_blocks
+    num_slots = max(config.num_blocks // size, 1) if size else 0
+    return [tuple(range(at % num_slots * size, at % num_slots * size + size)) for at in range(num_seqs) if size]
