@@ -15,6 +15,7 @@ import gc
 import logging
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -472,5 +473,8 @@ class Models:
 def give_memory_back() -> None:
     """Return what an unloaded model had to the system."""
     gc.collect()
+    torch = sys.modules.get("torch")  # a model has imported it, unless its engine is in another process
+    if torch is not None and torch.cuda.is_initialized():  # it keeps what was a tower's, or an adapter's
+        torch.cuda.empty_cache()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what has been freed
         trim(0)

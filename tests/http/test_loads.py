@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -310,6 +311,17 @@ def test_a_tenant_loads_nothing_but_by_asking(tmp_path: Path) -> None:
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
         assert world.states() == ["loaded", "unloaded", "unloaded"]
         assert text(world.ask("b")) == "hi"
+
+
+def test_a_gpus_memory_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps what is freed behind the engine's end, such as a vision tower, from other processes."""
+    torch = Mock()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    models.give_memory_back()
+    torch.cuda.empty_cache.assert_called_once()
+    torch.cuda.is_initialized.return_value = False
+    models.give_memory_back()
+    torch.cuda.empty_cache.assert_called_once()
 
 
 def test_no_request_brings_back_what_an_operator_unloads() -> None:
