@@ -27,6 +27,7 @@ from tools.gpu.attention import (
 )
 from tools.gpu.figures import Figure
 from tools.gpu.mixtures import CODES, MIXTURES, TINY, TINY_CODES, time_codes, time_mixture
+from tools.gpu.recurrences import RECURRENCES, TINY_RECURRENCES, time_recurrence
 from tools.gpu.task import Task
 from tools.gpu.timing import median_s, num_copies
 
@@ -69,6 +70,10 @@ def _calls(task: Task, device: torch.device) -> list[partial[None]]:
         *(partial(time_latents, task, device, case) for case in latents),
         *(partial(time_mixture, task, device, case) for case in (TINY if task.is_rehearsal else MIXTURES)),
         *(partial(time_codes, task, device, case) for case in (TINY_CODES if task.is_rehearsal else CODES)),
+        *(
+            partial(time_recurrence, task, device, case)
+            for case in (TINY_RECURRENCES if task.is_rehearsal else RECURRENCES)
+        ),
         *(partial(kind, task, device, num) for kind in (_time_norm, _time_rotation, _time_activation) for num in rows),
         *(partial(_time_sampling, task, device, rows[0], is_ranking) for is_ranking in (False, True)),
         *(partial(_time_product, task, device, num, is_fp8) for is_fp8 in formats for num in (1, 32, 256)),

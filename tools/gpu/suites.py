@@ -24,7 +24,12 @@ from tools.gpu.task import Task
 SHARE_VARIABLE = "GPU_TEST_SHARE"  # "2/12": every twelfth test from the third
 _MOST_PROCESSES = 12
 # On a device that is made of a CPU: all tests are collected, and these run.
-_REHEARSED_ENGINE = ("-p", "tests.fake_cuda", "-k", "(graphs and depth1) or (preempted and depth0) or come_back")
+_REHEARSED_ENGINE = (
+    "-p",
+    "tests.fake_cuda",
+    "-k",
+    "(graphs and depth1) or (preempted and depth0) or come_back or (tower and Qwen) or mpnet",
+)
 _REHEARSED_KERNELS = ("-p", "tests.fake_cuda", "-k", "this_machine_has_triton or large_numbers or ranks")
 _GRACE_S = 8.0  # after an interrupt; less than that of a part
 _INTERRUPTED = 2  # pytest's exit status
