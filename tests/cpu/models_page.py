@@ -37,7 +37,7 @@ from tests.cpu import (
     test_stored,
     test_weights_gguf,
 )
-from tests.cpu.test_models_families import CASES, ON_A_GPU, Case
+from tests.cpu.test_models_families import CASES, ON_A_GPU, ONCE_ON_A_GPU, Case
 from tests.gpu.features import FEATURES
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +183,7 @@ def _families(state: str) -> Iterator[Sequence[str]]:
             _count(cases),
             _count(set(cases) & set(own)),
             ", ".join(f"{name} ({count})" for name, count in files.items()),
-            state if set(cases) & set(ON_A_GPU) else "",
+            state if set(cases) & {*ON_A_GPU, *ONCE_ON_A_GPU} else "",
         )
 
 

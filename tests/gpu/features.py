@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.adapters import LoadedAdapter
+from engine.core.types import GrammarKey
 from engine.loop import Engine
 from engine.settings.engine_config import LoraModule
 from tests.cpu import packers, test_mtp
@@ -63,9 +65,14 @@ def _lora(folder: Path) -> Feature:
 
 def _grammar(folder: Path) -> Feature:
     write_tiny(CASES["qwen3"], folder)
-    grammar = StepGrammar(reach=3, vocab_size=VOCAB)
-    wishes = {"grammar": grammar, "eos_token_ids": frozenset({END}), "allowed_token_ids": None, "bad_words": ()}
-    return Feature(folder, {}, {}, lambda engine: wishes)
+    grammar, key = StepGrammar(reach=3, vocab_size=VOCAB), GrammarKey(b"steps")
+    wishes = {"grammar": key, "eos_token_ids": frozenset({END}), "allowed_token_ids": None, "bad_words": ()}
+
+    def take(engine: Engine) -> dict[str, Any]:
+        engine._resources.grammars.hold = lambda _: grammar  # type: ignore[method-assign]  # as if it was compiled
+        return wishes
+
+    return Feature(folder, {}, {}, take)
 
 
 def _eagle3(folder: Path) -> Feature:
@@ -79,8 +86,8 @@ def _eagle3(folder: Path) -> Feature:
     return Feature(folder / "target", {"speculative_config": {"model": draft, "num_speculative_tokens": 3}}, {})
 
 
-def _mtp(folder: Path) -> Feature:
-    test_mtp.save(test_mtp.CASES["deepseek_v3"], folder)
+def _mtp(name: str, folder: Path) -> Feature:
+    test_mtp.save(test_mtp.CASES[name], folder)
     return Feature(folder, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}, {})
 
 
@@ -90,5 +97,6 @@ FEATURES: dict[str, Callable[[Path], Feature]] = {
     "LoRA": _lora,
     "a grammar": _grammar,
     "EAGLE-3": _eagle3,
-    "MTP": _mtp,
+    "MTP": partial(_mtp, "deepseek_v3"),
+    "MTP over states": partial(_mtp, "qwen3_5"),  # which take in a step's drafts in the next
 }

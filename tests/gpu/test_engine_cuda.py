@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.arbiter import Arbiter
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.pool.batch import DecodeRows
@@ -30,18 +31,16 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which takes a seco
 NUM_REQUESTS, MAX_SEQS = (3, 4) if IS_INTERPRETED else (8, 8)
 
 
-def build(folder: Path, device: str, **changes: object) -> Engine:
+def build(folder: Path, device: str, arbiter: Arbiter | None = None, **changes: object) -> Engine:
     fields = {"model": str(folder), "device": device, "dtype": "float32", "max_model_len": 64, "max_num_seqs": MAX_SEQS}
     fields |= {"kv_cache_memory_bytes": 1 << 22} | changes
-    return build_engine(EngineConfig(**fields), lambda progress: None)  # type: ignore[arg-type]  # mixed value types
+    config = EngineConfig(**fields)  # type: ignore[arg-type]  # mixed value types
+    return build_engine(config, lambda progress: None, arbiter=arbiter)
 
 
-def answers(engine: Engine, wishes: Wishes = lambda engine, i: {}) -> dict[tuple[str, int], list[int]]:
-    """Greedy and seeded requests, some of two choices, some that edit their logits, all together; `wishes` are more."""
-    events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
-    engine.start(events.put)
-    said: dict[tuple[str, int], list[int]] = {}
-    open_choices = 0
+def asked(engine: Engine, wishes: Wishes = lambda engine, i: {}) -> list[Request]:
+    """Greedy and seeded requests, some of two choices, some that edit their logits; `wishes` are more."""
+    requests = []
     for i in range(NUM_REQUESTS):
         params = SamplingParams(max_tokens=12, temperature=float(i % 2), seed=i, n=1 + i % 3 // 2, top_p=0.9)
         if i % 4 > 1:
@@ -51,15 +50,33 @@ def answers(engine: Engine, wishes: Wishes = lambda engine, i: {}) -> dict[tuple
             params = replace(params, allowed_token_ids=frozenset(range(100)), bad_words=words)
         params = replace(params, **wishes(engine, i))
         prompt = tuple((7 * i + j) % 128 for j in range(3 + 5 * i))
-        engine.submit(Request(request_id=str(i), prompt=prompt, params=params, arrival_s=engine.clock()))
-        open_choices += params.n
-    while open_choices:
-        for event in events.get(timeout=PATIENCE_S):
-            said.setdefault((event.request_id, event.choice), []).extend(event.token_ids)
-            open_choices -= event.finish_reason is not None
-            assert event.error is None
-    engine.stop(0.0)
-    return said
+        requests.append(Request(request_id=str(i), prompt=prompt, params=params, arrival_s=engine.clock()))
+    return requests
+
+
+class Heard:
+    """What an engine says to requests that are sent together; it is stopped at the end."""
+
+    def __init__(self, engine: Engine, requests: list[Request]) -> None:
+        self._engine, self._events = engine, queue.SimpleQueue[StepEvents]()
+        self._num_open = sum(request.params.n for request in requests)
+        engine.start(self._events.put)
+        engine.submit(*requests)
+
+    def wait(self) -> dict[tuple[str, int], list[int]]:
+        said: dict[tuple[str, int], list[int]] = {}
+        while self._num_open:
+            for event in self._events.get(timeout=PATIENCE_S):
+                said.setdefault((event.request_id, event.choice), []).extend(event.token_ids)
+                self._num_open -= event.finish_reason is not None
+                assert event.error is None
+        self._engine.stop(0.0)
+        return said
+
+
+def answers(engine: Engine, wishes: Wishes = lambda engine, i: {}) -> dict[tuple[str, int], list[int]]:
+    """What an engine says to all requests together."""
+    return Heard(engine, asked(engine, wishes)).wait()
 
 
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cpu.test_engine_build import FREE_DRAFTS
+from tests.cpu.test_models_families import CASES, ONCE_ON_A_GPU, write_tiny
 from tests.gpu.features import FEATURES
 from tests.gpu.test_engine_cuda import answers, build
 
@@ -26,3 +27,9 @@ def test_cuda_says_what_the_cpu_says_of(name: str, tmp_path: Path, monkeypatch: 
     engine = build(feature.model, "cuda", **feature.settings)
     assert answers(engine, feature.asks) == expected
     assert (engine.stats.spec_accepted_tokens > 0) == ("speculative_config" in feature.settings)
+
+
+@pytest.mark.parametrize("name", ONCE_ON_A_GPU)
+def test_cuda_says_what_the_cpu_says_of_a_family(name: str, tmp_path: Path) -> None:
+    write_tiny(CASES[name], tmp_path)
+    assert answers(build(tmp_path, "cuda")) == answers(build(tmp_path, "cpu"))
