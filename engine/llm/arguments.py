@@ -15,7 +15,7 @@ from engine.core.shown import shorten
 from engine.llm.params import SamplingParams
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
-from engine.settings.setting import declared, expand, names_of, wrong_kind
+from engine.settings.setting import declared, expand, names_of, read_number, wrong_kind
 from engine.system.similar import closest
 
 P = ParamSpec("P")
@@ -75,8 +75,9 @@ def engine_config(path: str, given: Mapping[str, Any]) -> EngineConfig:
             raise ConfigError(_unknown(name, known))
         values.update(expand(settings, name, known_value(name, value)))
     for each in settings:
-        if each.setting.is_auto and values.get(each.name) == "auto":
-            values[each.name] = None
+        if isinstance(value := values.get(each.attribute), str):
+            is_auto = each.setting.is_auto and value == "auto"
+            values[each.attribute] = None if is_auto else read_number(each.setting.unit, value)
     if translated.remarks:
         logger.info("no effect here: %s", "; ".join(translated.remarks))
     return EngineConfig(model=path, **values)

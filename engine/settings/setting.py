@@ -8,6 +8,7 @@ it was made. Standard library only. Any thread.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -23,6 +24,9 @@ from engine.core.errors import ConfigError
 from engine.system.similar import closest
 
 _METADATA = "setting"
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
+_SIZE = re.compile(r"\s*(\d*\.?\d+)\s*(?:([kmgtpe]i?)?b)?\s*", re.IGNORECASE)
+A_SIZE = "a size such as 2GiB, 512MB or 1048576"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +125,7 @@ def fault(each: Declared, value: Any) -> str:
     if setting.choices:
         return "" if value in setting.choices else f"choose one of {', '.join(setting.choices)}"
     if not setting.is_secret and (wanted := wrong_kind(each.type, value)):  # a secret may be one of pydantic's
-        return wanted
+        return f"it must be {A_SIZE}" if setting.unit == "SIZE" else wanted
     for bound, is_kept, words in (
         (setting.at_least, ge, "at least"),
         (setting.above, gt, "more than"),
@@ -131,6 +135,17 @@ def fault(each: Declared, value: Any) -> str:
         if bound is not None and not is_kept(value, bound):
             return f"it must be {words} {describe(bound)}"
     return "it must be a finite number" if isinstance(value, float) and not isfinite(value) else ""
+
+
+def read_number(unit: str, text: str) -> int | str:
+    """Return the whole number that a text is in a setting of a unit: 64, 32k tokens, 2GiB of memory; or the text."""
+    scale = "kmgtpe"
+    if unit == "SIZE" and (found := _SIZE.fullmatch(text)):
+        power = (found[2] or "").lower()
+        return int(float(found[1]) * (1024 if "i" in power else 1000) ** (scale.find(power[0]) + 1 if power else 0))
+    if unit in ("SIZE", "TOKENS", "N") and (found := _COUNT.fullmatch(text)):  # as vLLM takes it: 32K is 32,768
+        return int(float(found[1]) * (1000 if found[2].islower() else 1024) ** (scale.index(found[2].lower()) + 1))
+    return int(text) if unit in ("TOKENS", "N") and text.isdecimal() else text
 
 
 def wrong_kind(annotation: Any, value: object) -> str:

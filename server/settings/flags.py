@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from engine.core.errors import ConfigError
 from engine.settings.foreign import SPELLINGS, check_same, narrower, refuse, split, translate, unread_variables
-from engine.settings.setting import Declared, describe, fault, features, names_of, to_flag
+from engine.settings.setting import A_SIZE, Declared, describe, fault, features, names_of, to_flag
 from server.settings.settings import DECLARED, ENV_PREFIX, Settings, read_entry, read_sources, suggestion
 
 if TYPE_CHECKING:
@@ -232,8 +232,6 @@ _WANTED = {
     "string_type": "a string",
     "path_type": "a path",
     "tuple_type": "a list",
-    "byte_size": "a size such as 2GiB, 512MB or 1048576",
-    "byte_size_unit": "a size such as 2GiB, 512MB or 1048576",
 }
 
 
@@ -243,5 +241,6 @@ def _sentence(error: ErrorDetails, origins: Mapping[str, str]) -> str:
     each = next(each for each in DECLARED if each.name == name)
     is_hidden = each.setting.is_secret or error["type"] == "path_type"  # which may be tenants with their keys
     value = "not understood" if is_hidden else repr(error["input"])
-    wanted = f"it must be {_WANTED[error['type']]}" if error["type"] in _WANTED else error["msg"]
+    kind = A_SIZE if each.setting.unit == "SIZE" else _WANTED.get(error["type"])
+    wanted = f"it must be {kind}" if kind else error["msg"]
     return f"{each.spelling} is {value}{_set_by(name, origins)}; {wanted}."

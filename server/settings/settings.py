@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import glob
 import json
-import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, create_model
 from pydantic_core import PydanticCustomError
 
 from engine.core.errors import ConfigError
@@ -34,14 +34,12 @@ from engine.settings.foreign import (
     split_file,
     translate,
 )
-from engine.settings.setting import Declared, check_conflicts, declared, expand, names_of
+from engine.settings.setting import Declared, check_conflicts, declared, expand, names_of, read_number
 from engine.system.regular_file import expanded
 from engine.system.similar import closest
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
 from server.settings.serve_config import ServeConfig
-
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
 
 
 def type_of(each: Declared) -> Any:
@@ -51,17 +49,13 @@ def type_of(each: Declared) -> Any:
         return SecretStr | None
     if setting.is_secret:
         return Annotated[tuple[SecretStr, ...], BeforeValidator(_split_keys)]
-    if setting.unit in ("TOKENS", "N", "PORT", "SEED") and int in (each.type, *get_args(each.type)):
-        read = _count if setting.unit in ("TOKENS", "N") else _number
-        count: Any = Annotated[each.type, BeforeValidator(read)]
+    if setting.unit in ("TOKENS", "N", "PORT", "SEED", "SIZE") and int in (each.type, *get_args(each.type)):
+        count: Any = Annotated[each.type, BeforeValidator(partial(_number, setting.unit))]
         return Annotated[count, BeforeValidator(_none_if_auto)] if setting.is_auto else count
     if setting.is_auto:
         return Annotated[each.type, BeforeValidator(_none_if_auto)]
     if setting.unit == "JSON" and str not in get_args(each.type):
         return Annotated[each.type, BeforeValidator(_read_json)]
-    if setting.unit == "SIZE":
-        size = Annotated[ByteSize, BeforeValidator(_count)]
-        return size | None if type(None) in get_args(each.type) else size
     if each.type == tuple[LoraModule, ...]:
         return Annotated[each.type, BeforeValidator(_read_modules)]
     if each.type in (tuple[str, ...], tuple[Any, ...]):
@@ -109,21 +103,11 @@ def _split_keys(value: object) -> object:
     return keys
 
 
-def _number(value: object) -> object:
-    """Return what may be a number; YAML's true is none."""
+def _number(unit: str, value: object) -> object:
+    """Return what may be a number of a unit; YAML's true is none."""
     if isinstance(value, bool):
         raise PydanticCustomError("int_type", "it must be a whole number")
-    return value
-
-
-def _count(value: object) -> object:
-    """Return a number written as vLLM takes it: 32k is 32,000, 32K is 32,768, and so on with m, g and t."""
-    value = _number(value)
-    found = _COUNT.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        return value
-    base = 1000 if found[2].islower() else 1024
-    return int(float(found[1]) * base ** ("kmgt".index(found[2].lower()) + 1))
+    return read_number(unit, value) if isinstance(value, str) else value
 
 
 def _read_json(value: object) -> object:

@@ -399,10 +399,19 @@ def test_threads_take_turns(llm: LLM) -> None:
 def test_engine_flags_reach_the_engine(workshop: Workshop) -> None:
     LLM(max_num_seqs=3, dtype="float32").close()
     assert (workshop.config.max_num_seqs, workshop.config.dtype) == (3, "float32")
+    LLM(kv_cache_memory_bytes="2GiB", image_cache_memory="1k", max_model_len="2K", max_num_seqs="64").close()
+    found = workshop.config
+    assert (found.kv_cache_memory_bytes, found.image_cache_memory) == (2 << 30, 1000)
+    assert (found.max_model_len, found.max_num_seqs) == (2048, 64)
     for flags, sentence in (
         ({"max_num_seq": 3}, "did you mean max_num_seqs"),
         ({"dtype": "int3"}, "--dtype is 'int3'"),
         ({"num_threads": "two"}, "--num-threads is 'two'; it must be a whole number"),
+        ({"kv_cache_memory_bytes": "2 gigs"}, "--kv-cache-memory-bytes is '2 gigs'; it must be a size such as 2GiB"),
+        ({"kv_cache_memory_bytes": 2.5e9}, r"--kv-cache-memory-bytes is 2.5e\+09; it must be a size such as 2GiB"),
+        ({"image_cache_memory": "-1MiB"}, "--image-cache-memory is '-1MiB'; it must be a size such as 2GiB"),
+        ({"max_model_len": "32x"}, "--max-model-len is '32x'; it must be a whole number"),
+        ({"swap_space": "4GiB"}, "--swap-space is '4GiB'; it must be a number"),
         ({"max_num_seqs": 1.5}, "--max-num-seqs is 1.5; it must be a whole number"),
         ({"num_threads": True}, "--num-threads is True; it must be a whole number"),
         ({"gpu_memory_utilization": "x"}, "--gpu-memory-utilization is 'x'; it must be a number"),
