@@ -33,7 +33,7 @@ from engine.runtime.native.functions import GroupError
 from engine.runtime.native.library import native
 from engine.runtime.parallel.cpu_groups import open_group
 from engine.runtime.parallel.group import SINGLE, Group, least
-from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
+from engine.runtime.parallel.ring import Patience, RingError, RingWriter, make_memory
 from engine.runtime.pool.batch import DecodeRows, Packet, Ranks
 from engine.settings.engine_config import EngineConfig
 from engine.system.host_limits import processor_share, usable_cpus
@@ -156,8 +156,8 @@ class Executor(Ranks):
 
     def await_event(self, event: Any) -> None:
         """Wait until the device has reached an event; nothing else ends a wait for a collective in a graph."""
-        end_s = time.monotonic() + PATIENCE_S
-        while not (has_ended := bool(event.query())) and not self._is_aborted and time.monotonic() < end_s:
+        patience = Patience(PATIENCE_S)
+        while not (has_ended := bool(event.query())) and not self._is_aborted and not patience.is_over():
             time.sleep(_NAP_S)
         if self._is_aborted or not has_ended:  # aborted collectives end without their sums
             raise GroupError("A rank of the model did not take part in a step.")

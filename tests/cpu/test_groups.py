@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from engine.core.errors import ConfigError
 from engine.runtime.native.functions import GroupError
 from engine.runtime.parallel import cpu_groups as groups
-from engine.runtime.parallel import nccl
+from engine.runtime.parallel import nccl, ring
 from tests.cpu import ranks
 from tests.forked import CONTEXT
 from tests.patience import PATIENCE_S
@@ -66,6 +67,29 @@ def test_a_rank_that_does_not_take_part_is_an_error(kind: str, sent: signal.Sign
             sum_often(group)
         with pytest.raises(GroupError):
             group.all_reduce(x)
+
+
+def test_a_pause_of_all_ranks_is_no_loss(tmp_path: Path) -> None:
+    """One that goes on a little before the others finds its patience as it was."""
+    with workers(ranks.sum_once, tmp_path, 2, 2.0) as (worker,):
+        group, x = ranks.open_kind("shared", 0, tmp_path, 2, timeout_s=PATIENCE_S), torch.ones(8)
+        assert worker.pid is not None
+        time.sleep(0.2)  # it waits for this rank
+        os.kill(worker.pid, signal.SIGSTOP)
+        time.sleep(2.2)
+        os.kill(worker.pid, signal.SIGCONT)
+        time.sleep(0.2)
+        group.all_reduce(x)
+        assert x.tolist() == [2.0] * 8
+        worker.join(PATIENCE_S)
+        assert worker.exitcode == 0
+
+
+def test_patience_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.05, 100.0, 100.05, 100.1, 100.15])
+    monkeypatch.setattr(ring, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    patience = ring.Patience(0.28)
+    assert [patience.is_over() for _ in range(5)] == [False, False, False, False, True]
 
 
 def test_abort_ends_the_wait_of_all(tmp_path: Path) -> None:

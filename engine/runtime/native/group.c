@@ -79,11 +79,14 @@ static int32_t wait_for(struct group *g, int32_t rank) {
         if (i < g->spins) relax();
         else sched_yield();
     }
-    int64_t deadline = now_ms() + g->timeout_ms;
+    int64_t last = now_ms(), waited = 0; /* a pause of all processes counts as a nap: the others go on now, too */
     int32_t status = QUIRE_OK;
     atomic_fetch_add(&line->num_asleep, 1);
     for (unsigned seen; (int32_t)((seen = atomic_load(&line->calls)) - g->calls) < 0;) {
-        if (now_ms() > deadline) quire_group_abort(g);
+        int64_t now = now_ms();
+        waited += now - last < NAP_MS ? now - last : NAP_MS;
+        last = now;
+        if (waited > g->timeout_ms) quire_group_abort(g);
         if (atomic_load(&line_of(g, 0)->aborted)) {
             status = QUIRE_NO_GROUP;
             break;

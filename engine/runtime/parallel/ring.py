@@ -26,6 +26,21 @@ _NUM_SLOTS = 4  # as many messages may be unread: two steps that overlap, with c
 _SPIN_S = 0.002  # longer than the host takes between two steps
 _NAP_S = 50e-6  # of a writer that waits for room
 _POLL_S = 1.0
+_MOMENT_S = 0.1
+
+
+class Patience:
+    """Time to wait for other processes, of which a pause of this one takes a moment: those were paused, too."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left_s, self._last_s = seconds, time.monotonic()
+
+    def is_over(self) -> bool:
+        """Return whether it is used up; called all the while."""
+        now_s = time.monotonic()
+        self._left_s -= min(now_s - self._last_s, _MOMENT_S)
+        self._last_s = now_s
+        return self._left_s <= 0
 
 
 class RingError(RuntimeError):
@@ -82,9 +97,9 @@ class RingWriter(_Mapped):
 
     def _await_slot(self) -> None:
         """Wait until all readers have read the message that the next one overwrites."""
-        end_s = time.monotonic() + self._timeout_s
+        patience = Patience(self._timeout_s)
         while self._num - self._counts[1 : 1 + len(self._wakers)].min() >= _NUM_SLOTS:
-            if time.monotonic() > end_s:
+            if patience.is_over():
                 raise RingError(f"A rank of the model read no message for {self._timeout_s:g} s.")
             time.sleep(_NAP_S)
 
