@@ -703,3 +703,17 @@ def test_snapshots_are_evicted_by_what_they_save_a_byte(num_blocks: int, monkeyp
     monkeypatch.setattr(BlockPool, "weigh", lambda *_: None)
     by_age = [share_found(num_blocks, seed) for seed in range(2)]
     assert all(a > 1.1 * b for a, b in zip(weighed, by_age, strict=True)), (weighed, by_age)
+
+
+def test_slots_are_given_back_whatever_else_a_step_reports() -> None:
+    """The commit of plain tokens takes a short way, which passed by those that a fork has left."""
+    found = []
+    for logprobs in (None, 2):
+        driver, available = Driver(stateful()), list[int]()
+        driver.add(request("a", tuple(range(10)), n=3, max_tokens=30, logprobs=logprobs))
+        while driver.scheduler.has_work:
+            driver.launch()
+            driver.commit()
+            available.append(driver.scheduler.kv.pool.num_available)
+        found.append(available)
+    assert found[0] == found[1]

@@ -139,8 +139,7 @@ class RecurrentGroup(Group):
         if ends and self._has_spare(1):
             state, slot = seq.kv.state, self.pool.alloc_many(len(self._suffixes))
             state.midway, state.midway_after, state.is_moved = slot, ends[0] - start, True
-            state.held.append(LeftSlot(ends[0], slot, stop))
-            seq.kv.next_publish = min(seq.kv.next_publish, state.due)
+            self._leave_slot(seq, LeftSlot(ends[0], slot, stop))
 
     def extend(self, seq: Sequence, _step: InFlightStep, *, is_copied: bool) -> None:  # noqa: ARG002 - WindowGroup's parameters
         """Choose the slots for the next position."""
@@ -155,9 +154,14 @@ class RecurrentGroup(Group):
             self._keep_below(seq, start)
         if state.is_shared or not state.slot or (has_spare and is_kept):
             if state.slot:
-                state.held.append(LeftSlot(start, state.slot, start + (state.num_behind > 0)))
-                seq.kv.next_publish = min(seq.kv.next_publish, state.due)
+                self._leave_slot(seq, LeftSlot(start, state.slot, start + (state.num_behind > 0)))
             state.slot, state.is_shared, state.is_moved = self.pool.alloc_many(len(self._suffixes)), False, True
+
+    def _leave_slot(self, seq: Sequence, left: LeftSlot) -> None:
+        """Hold a slot until the step that reads it is committed, which the sequence notices then."""
+        seq.kv.state.held.append(left)
+        seq.kv.next_publish = min(seq.kv.next_publish, seq.kv.state.due)
+        seq.fast_commit_until = min(seq.fast_commit_until, seq.kv.next_publish)
 
     def _keep_below(self, seq: Sequence, position: int) -> None:
         """Copy the state at a boundary of a prompt to host memory, before the next step writes to its slot."""
