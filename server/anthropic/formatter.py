@@ -171,7 +171,10 @@ class MessageFormatter(PieceWriter[MessageEvent]):
             block.input = _arguments(text)
         else:
             setattr(block, block.type, text)
-        return [self._block_event("stop")]
+        events = [self._block_event("stop")]
+        if block.type == "thinking":  # without this event AI SDK does not send the block back
+            events.insert(0, self._block_event("delta", delta={"type": "signature_delta", "signature": ""}))
+        return events
 
     def _block_event(self, kind: str, **fields: Any) -> MessageEvent:
         return MessageEvent(type=f"content_block_{kind}", index=len(self._blocks) - 1, **fields)

@@ -133,7 +133,12 @@ def test_a_stream_of_thoughts_words_and_uses(says: httpx.Client) -> None:
     begun = [event for event in events if event["type"] == "content_block_start"]
     assert [event["content_block"]["type"] for event in begun] == ["thinking", "text", "tool_use", "tool_use"]
     assert [event["index"] for event in begun] == [0, 1, 2, 3]
+    signed = events.index(
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "signature_delta", "signature": ""}}
+    )
+    assert events[signed + 1] == {"type": "content_block_stop", "index": 0}
     names = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}
+    names["signature_delta"] = "signature"
     told = ["", "", "", ""]
     open_block = None
     for event in events[2:-2]:
