@@ -208,7 +208,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
     for num_heads in (16, 32):
         spec = AttentionSpec(num_heads, num_kv_heads=8, head_dim=128, scale=128**-0.5)
         for kv_dtype in (BF16, *narrow) if num_heads == 32 else (BF16,):
-            for query_len, context in ((1, 4096), (1, 100_000), (64, 4096)):
+            for query_len, context in ((1, 4096), (1, 100_000), (4, 4096), (64, 4096)):
                 yield from _attend(spec, query_len, context, BF16, kv_dtype, capability)
     for kv_dtype in (BF16, *narrow):
         yield from _attend(AttentionSpec(32, 8, 256, 0.1), 1, 100_000, BF16, kv_dtype, capability)
@@ -216,7 +216,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
             yield from _attend(AttentionSpec(32, 4, 512, 1.0), query_len, 100_000, BF16, kv_dtype, capability)
     for query_len in (4, 64):
         yield from _attend(AttentionSpec(32, 8, 256, 0.1), query_len, 4096, BF16, BF16, capability, Cut(64, 32, 64))
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         for query_len in (1, 64):
             yield from _attend(AttentionSpec(16, 8, head_dim, 0.1), query_len, 100_000, F32, F32, capability)
 
