@@ -27,7 +27,9 @@ from tests.cpu.test_models_families import CASES, Case, write_tiny
 from tests.integrity import check_scheduler
 from tests.patience import PATIENCE_S
 
-NAMES = ("qwen3_5", "granitemoehybrid-mamba", "lfm2", "gemma3", "gemma3n", "gpt-oss", "deepseek_v2")
+NAMES = ("qwen3_5", "granitemoehybrid-mamba", "lfm2", "gemma3", "gemma3n", "gpt-oss", "deepseek_v2")  # in the suite
+ALL = (*NAMES, "qwen3_5-moe", "qwen3_next", "granitemoehybrid-mamba-dense", "bamba", "nemotron_h", "nemotron_h-latent")
+ALL += ("falcon_h1", "lfm2-moe", "lfm3", "gemma4-shared", "gemma4-moe", "gemma4-unified", "granite_swa")
 SIZES = {"block_size": 4, "max_model_len": 256, "max_num_batched_tokens": 40, "num_threads": 2}
 NUM_OPEN = 4  # conversations that run concurrently
 NUM_KEPT = 12  # conversations that may go on
@@ -208,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--answers", type=int, default=1000, help="of each kind")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("names", nargs="*", default=NAMES)
+    parser.add_argument("names", nargs="*", default=ALL)
     asked, wrong = parser.parse_args(arguments), list[str]()
     print(
         "| kind | answers | resumed | from below the pool | steps out of memory | preempted | wrong |\n|---|"
