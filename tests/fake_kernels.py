@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from tests import fake_device
@@ -21,6 +22,7 @@ from tests.fake_device import Access, Held
 from tests.fake_order import OrderError, place
 
 _SEVERAL = -1  # programs
+_MOST_BYTES = 1 << 30  # of memory whose accesses are compared; of more, tests want to know the bounds alone
 
 
 class _Memory(NamedTuple):
@@ -72,6 +74,8 @@ class _Touched:
             if at < 0 or not is_here.any():
                 byte = int(kept.min()) - memory.address
                 self._refuse(f"goes beyond its tensors, to byte {byte} of {memory.num_bytes} of {memory.place}")
+                raise OrderError(self.fault)  # there may be nothing, which would end this process
+            if memory.num_bytes > _MOST_BYTES:
                 return
             if (at, item) not in self._marks:
                 self._marks[at, item] = _Marks(memory.num_bytes)
@@ -145,6 +149,9 @@ def _launch(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
         try:
             with fake_device.away():
                 _run(self, *args, **kwargs)
+        except InterpreterError:  # which has an error's text alone
+            if not touched.fault:
+                raise
         finally:
             _touched = None
         if touched.fault:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import queue
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from engine.core.errors import ConfigError
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.attention import table
-from engine.runtime.attention.backend import Batch
+from engine.runtime.attention.backend import Batch, Rotation
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_decodes, choose_splits
 from engine.runtime.cuda.attention_tuning import Cut, DecodeTile, choose_tuning
@@ -314,6 +316,34 @@ def test_blocks_may_be_any_number_apart(pool_dtype: torch.dtype | None) -> None:
     backend.prepare(case.batch())
     case.check(backend.attend(case.spec, case.q, *case.new(), case.k_pool, case.v_pool))
     assert whole[:, 2].isnan().all() if pool_dtype is None else torch.equal(whole[:, 2], before[:, 2])
+
+
+def far_apart(pool: Tensor) -> Tensor:
+    """The same blocks 2^29 numbers apart, so that some begin where 32 bits do not reach; what lies between has no memory."""
+    num = len(pool) << 29
+    if DEVICE.type == "cuda":
+        whole = torch.empty_strided((num,), (1,), dtype=pool.dtype, device=DEVICE)
+    else:
+        with TemporaryFile() as file:
+            file.truncate(num * pool.itemsize)
+            whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8).view(pool.dtype)
+    far = whole.as_strided(pool.shape, (1 << 29, *pool.stride()[1:]))
+    movable(far).copy_(movable(pool))
+    return far
+
+
+@pytest.mark.parametrize("pool_dtype", [pytest.param(None, id="same"), *NARROW])
+def test_blocks_may_lie_beyond_what_32_bits_count(pool_dtype: torch.dtype | None) -> None:
+    """As in any pool of more than four gigabytes; in stores, decodes and prompts alike."""
+    case = Case(make_spec(64, 4), [(20, 1), (7, 30), (33, 1)], 16, torch.bfloat16, seed=9, pool_dtype=pool_dtype)
+    assert max(map(max, case.tables)) > 4
+    case.k_pool, case.v_pool = far_apart(case.k_pool), far_apart(case.v_pool)
+    case.store_all(is_new_too=False)
+    backend = TritonPagedAttention()
+    backend.prepare(case.batch())
+    case.check(backend.attend(case.spec, case.q, *case.new(), case.k_pool, case.v_pool))
+    projected = torch.cat([case.q, *case.new()], 1)
+    case.check(backend.rotate_and_attend(case.spec, projected, Rotation(None, 0.0, None), case.k_pool, case.v_pool))
 
 
 def test_it_errs_no_more_than_the_reference_backend_does() -> None:

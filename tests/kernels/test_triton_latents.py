@@ -17,7 +17,7 @@ from engine.runtime.cuda.store import view_pool
 from engine.runtime.kv_layout import AttentionSpec
 from tests.cpu.test_models_families import CASES, write_tiny
 from tests.gpu.test_engine_cuda import build
-from tests.kernels.test_triton_attention import CAPABILITY, DEVICE, Case, greedy
+from tests.kernels.test_triton_attention import CAPABILITY, DEVICE, Case, far_apart, greedy
 from tests.reference_attention import reference_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of rows without keys, from NumPy
@@ -89,6 +89,15 @@ def test_a_step_through_the_backend(spec: AttentionSpec, steps: list, block_size
     assert out.shape == (len(case.q), spec.num_heads, spec.out_dim)
     case.check(out)
     assert case.v_pool.isnan().all()
+
+
+def test_latents_may_lie_beyond_what_32_bits_count() -> None:
+    case = Latents(SMALL, [(20, 1), (7, 30), (33, 1)], 16, torch.bfloat16, seed=5)
+    case.k_pool = far_apart(case.k_pool)
+    case.store_all(is_new_too=False)
+    keys, backend = case.new()[0], TritonPagedAttention()
+    backend.prepare(case.batch())
+    case.check(backend.attend(SMALL, case.q, keys, keys, case.k_pool, case.v_pool))
 
 
 def test_a_prompt_in_parts() -> None:

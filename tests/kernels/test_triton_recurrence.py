@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from engine.runtime.cuda.short_conv import convolve
 from engine.runtime.kv_layout import CHUNK, DeviceState, Pieces, RecurrentSpec, StateTensors, StepStates
 from engine.runtime.layers.recurrence import tail_pieces
 from engine.runtime.pool.states import LayerState, StatePool
+from tests.kernels.test_triton_attention import far_apart
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS, MAX_DRAFTS, BLOCK_BYTES = 1e-6, 3, 1600
@@ -171,12 +173,15 @@ def tail_of(spec: RecurrentSpec, rows: Tensor) -> Tensor:
 class World:
     """A pool of one layer's slots anywhere in it, and sequences that are computed step by step."""
 
-    def __init__(self, model: Model | Convolution, num_sequences: int) -> None:
+    def __init__(
+        self, model: Model | Convolution, num_sequences: int, place: Callable[[Tensor], Tensor] = lambda blocks: blocks
+    ) -> None:
+        """`place` may put the blocks elsewhere."""
         self.model = model
         # A norm enlarges the errors of a small row; of a narrow state one number may be rounded to the other side.
         self.slack = 1e-4 if model.state_dtype == torch.float32 else 2.0**-7
         blocks = torch.full((40 * num_sequences, BLOCK_BYTES), 0x7F, dtype=torch.uint8, device=DEVICE)  # large numbers
-        self.states = StatePool([model.spec], blocks, num_sequences + 1, MAX_DRAFTS)
+        self.states = StatePool([model.spec], place(blocks), num_sequences + 1, MAX_DRAFTS)
         self.width = self.states.places.num_blocks
         self.free = random.sample(range(len(blocks)), len(blocks))
 
@@ -306,6 +311,13 @@ KINDS = {
 def test_the_kernels_compute_the_rule(pieces: list[Piece], kind: str) -> None:
     make, *settings = KINDS[kind]
     World(make(*settings), len(pieces)).check(pieces)
+
+
+@pytest.mark.parametrize("kind", ["tiled", "one group, narrow states", "convolution"])
+def test_slots_may_lie_beyond_what_32_bits_count(kind: str) -> None:
+    make, *settings = KINDS[kind]
+    for piece in (Piece(3, 2, drafts=1, replays=1), Piece(60, 20)):
+        World(make(*settings), 1, far_apart).check([piece])
 
 
 @pytest.mark.parametrize("kind", ["neighbours", "groups", "long convolution"])
