@@ -121,7 +121,8 @@ class TextTokenizer:
     def vocabulary(self, vocab_size: int) -> VocabularySource:
         """Return what grammars need to know of the tokens; the model may have more. Takes 30 ms for 49,152 tokens."""
         size = max(vocab_size, self.vocab_size)
-        return VocabularySource(self._backend.to_str(), size, self.eos_token_ids, tuple(self.special_tokens))
+        marks = tuple(mark for mark in self.grammar_tokens if mark not in self.special_tokens)
+        return VocabularySource(self._backend.to_str(), size, self.eos_token_ids, tuple(self.special_tokens), marks)
 
     def for_transformers(self) -> Any:
         """Return a copy as a tokenizer of transformers, whose `apply_chat_template` returns a text or a list of ids."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -28,8 +29,8 @@ class ByteVocabulary:
         return [self._ids[byte] for byte in text]
 
 
-def byte_tokenizer_json(*special_tokens: str) -> str:
-    """A tokenizer.json of one token a byte, in byte order, and the special tokens behind them."""
+def byte_tokenizer_json(*special_tokens: str, marks: Sequence[str] = ()) -> str:
+    """A tokenizer.json of one token a byte, in byte order, and the special tokens behind them, then others."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(NUM_BYTES) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(NUM_BYTES + i) for i, byte in enumerate(others)}
@@ -37,4 +38,5 @@ def byte_tokenizer_json(*special_tokens: str) -> str:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, special=True) for name in special_tokens])
+    backend.add_tokens([AddedToken(name, special=False) for name in marks])
     return backend.to_str()

@@ -7,8 +7,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from engine.core.errors import OverloadedError
+from engine.text.fields.structured import ResponseFormat
 from engine.text.grammars.spec import ANY_OBJECT, GrammarKind, GrammarSpec
 from engine.text.grammars.trial import GrammarError, GrammarTrial, SlowError, VocabularySource, clean
 from engine.text.grammars.trial_process import MAX_BUILT_BYTES
@@ -98,6 +100,25 @@ def test_text_that_spells_a_special_token_is_refused(trial: GrammarTrial, kind: 
         trial.run(GrammarSpec(kind, text), cpu_s=LONG_S)
     assert "<[257]>" in str(caught.value)
     assert trial.run(GrammarSpec.of_lark('start: <[257]> "a"'), cpu_s=LONG_S)
+
+
+@pytest.mark.parametrize("trigger", ["<call>", "<ca", "<call>f"])
+def test_tags_have_the_tokens_of_their_marks(trigger: str) -> None:
+    """As models write them: text that spells a mark would never come."""
+    marks = ("<call>", "</call>")
+    text = byte_tokenizer_json("<end>", marks=marks)
+    tag = {"begin": "<call>f", "schema": {"const": 1}, "end": "</call>"}
+    spec = ResponseFormat.model_validate({"type": "structural_tag", "structures": [tag], "triggers": [trigger]}).spec()
+    assert spec is not None
+    own = GrammarTrial(lambda: VocabularySource(text, 259, frozenset({256}), ("<end>",), marks))
+    try:
+        tried = own.run(spec, cpu_s=LONG_S)
+    finally:
+        own.close()
+    matcher = LLMatcher(LLTokenizer(text, n_vocab=259, eos_token=256), tried.grammar, log_level=0)
+    ids = [*b"so ", 257, *b"f1", 258, *b" and ", 257, *b"f1", 258, 256]
+    assert matcher.deep_copy().try_consume_tokens(ids) == len(ids)
+    assert matcher.try_consume_tokens([257, *b"f2"]) == 2
 
 
 def test_text_that_other_tokens_may_spell_is_served(trial: GrammarTrial) -> None:

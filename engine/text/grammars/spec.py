@@ -58,6 +58,7 @@ class VocabularySource(NamedTuple):
     vocab_size: int
     end_ids: frozenset[int]
     special_tokens: tuple[str, ...]  # their names
+    marks: tuple[str, ...] = ()  # of others that no text of a grammar spells, such as <tool_call>
 
 
 MAX_TEXT = 64 << 10  # characters of a grammar; masks of a constant this long still take 20 ms

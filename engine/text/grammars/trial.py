@@ -51,7 +51,7 @@ class GrammarTrial:
 
     def run(self, spec: GrammarSpec, *, cpu_s: float) -> Tried:
         """Return a grammar that builds. Raises GrammarError, or OverloadedError untried."""
-        task = {**spec._asdict(), "kind": spec.kind.value, "cpu_s": cpu_s}
+        task = {**spec._asdict(), "kind": spec.kind.value, "cpu_s": cpu_s, "marks": self._source().marks}
         try:
             answer = _read(self._process.ask([_json(task)]))
         except ChildError as error:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.system.calls import on_thread
@@ -79,8 +80,31 @@ def to_guidance(task: dict[str, Any]) -> str:
     if kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
     if kind == "structural_tag":
-        return StructTag.to_grammar([StructTag(**tag) for tag in json.loads(text)], assume_special=False)
+        return _tagged(json.loads(text), task["marks"])
     return LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text)
+
+
+def _tagged(tags: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> str:
+    """Return Lark for free text with tags in it; a mark of the model's, which is a token, is called for as that token."""
+    split = re.compile(f"({'|'.join(map(re.escape, marks))})" if marks else "(?!)").split
+
+    def spell(text: str) -> str:
+        return " ".join(part if place % 2 else json.dumps(part) for place, part in enumerate(split(text)) if part)
+
+    rules = [
+        f"start: ({' | '.join(f'tag_{index}' for index in range(len(tags)))})* end",
+        "end: TEXT",
+        "TEXT: /(.|\\n)*/",
+    ]
+    for index, tag in enumerate(tags):
+        begin, head = tag["begin"], tag["trigger"]
+        mark = next((each for each in marks if begin.startswith(each) and (head in each or each in head)), "")
+        rules += [] if mark else [f"head_{index}[lazy]: TEXT {json.dumps(head)}"]
+        rest, schema = begin[len(mark or head) :], json.dumps(tag["grammar"])
+        rules.append(
+            f"tag_{index}: {f'TEXT {mark}' if mark else f'head_{index}'} {spell(rest)} %json {schema} {spell(tag['end'])}"
+        )
+    return "\n".join(rules)
 
 
 def attempt(task: dict[str, Any], tokens: LLTokenizer) -> dict[str, Any]:
