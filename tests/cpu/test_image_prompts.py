@@ -27,8 +27,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
 from engine.core.errors import ConfigError, InvalidRequestError
+from engine.files.hf_config import HFConfig
 from engine.images import most_images
 from engine.llm.prompts import address_of
+from engine.runtime.models.config_file import TOWERS, servable
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from engine.text.fields.chat import ImageSource
@@ -128,13 +130,13 @@ def llava(tokenizer: Any) -> Any:
     return kind(images, tokenizer, None, num_image_tokens=16, vision_feature_select_strategy="full")
 
 
-def mistral3(tokenizer: Any) -> Any:
+def mistral3(tokenizer: Any, merge: int = 2) -> Any:
     """Pixtral's, whose module imports another image processor, which needs another library."""
     package = "transformers.models.pixtral"
     with patch.dict(sys.modules, {f"{package}.image_processing_pixtral": MagicMock()}):
         kind = import_module(f"{package}.processing_pixtral").PixtralProcessor
     images = transformers.PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 64})
-    return kind(images, tokenizer, patch_size=4, spatial_merge_size=2)
+    return kind(images, tokenizer, patch_size=4, spatial_merge_size=merge)
 
 
 def gemma4(tokenizer: Any) -> Any:
@@ -243,6 +245,14 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str
         "[IMG]",
         False,
     ),
+    "llava": (
+        partial(mistral3, merge=1),
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        {},
+        {"image_token_index": "[IMG]", "vision_config": {"model_type": "pixtral", "patch_size": 4}},
+        "[IMG]",
+        False,
+    ),
     "idefics3": (
         idefics3,
         ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *ROWS],
@@ -320,7 +330,7 @@ def test_ids_are_those_of_transformers(kind: str, size: tuple[int, int], tmp_pat
         assert ids[span.start] == ids[span.end - 1] == token_id
         assert ids[span.start : span.end].count(token_id) == image.num_tokens
         assert span.is_atomic == kind.startswith("gemma")
-        assert kind in ("idefics3", "mistral3") or span.length == image.num_tokens
+        assert kind in ("idefics3", "llava", "mistral3") or span.length == image.num_tokens
     assert prepared[0].image.digest != prepared[1].image.digest
 
 
@@ -393,6 +403,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Config", CONFIGS["Qwen3_5Config"]),
     "qwen3_5_moe": ("Qwen3_5MoeConfig", CONFIGS["Qwen3_5MoeConfig"]),
     "mistral3": ("Mistral3Config", OF_FAMILIES["Mistral3Config"]),
+    "llava": ("LlavaConfig", OF_FAMILIES["LlavaConfig"]),
     "gemma3": ("Gemma3Config", CONFIGS_BOTH_WAYS["Gemma3Config"]),
     "gemma4": ("Gemma4Config", OF_FAMILIES["Gemma4Config vision"]),
     "idefics3": ("Idefics3Config", {**OF_FAMILIES["Idefics3Config"], "vision_config": SIGLIP, "scale_factor": 2}),
@@ -710,6 +721,13 @@ def test_a_model_whose_files_lack_something_is_served_as_text(tmp_path: Path, ca
         assert ImagePreprocessor.of(tmp_path, text) is None
         assert "text alone is served: its image processor cannot be loaded (" in caplog.messages.pop()
         caplog.clear()
+
+
+@pytest.mark.parametrize(("tower", "kind"), [("pixtral", "pixtral"), ("clip_vision_model", "llava")])
+def test_of_llavas_towers_pixtrals_sees(tower: str, kind: str) -> None:
+    values = {"model_type": "llava", "text_config": {"model_type": "mistral"}, "vision_config": {"model_type": tower}}
+    assert servable(HFConfig(values, "config.json")).values["text_of"] == kind
+    assert (kind in TOWERS) is (tower == "pixtral")
 
 
 def test_the_most_images_of_a_prompt() -> None:

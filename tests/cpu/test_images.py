@@ -179,6 +179,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
         {"pixel_values": (1, 3, 16, 24), "image_sizes": [[16, 24]]},
         [*run(3), MARK, *run(3)],
     ),
+    "LlavaConfig": (
+        {
+            "text_config": TEXT | {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": None},
+            "vision_config": SIGLIP | {"model_type": "pixtral", "image_size": 64},
+            "image_token_index": PLACE,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        {"pixel_values": (1, 3, 8, 12), "image_sizes": [[8, 12]]},
+        [*run(3), MARK, *run(3)],
+    ),
     **{
         name: (
             {

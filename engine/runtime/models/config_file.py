@@ -61,8 +61,8 @@ BOTH_WAYS = (
     "gemma4_unified",
 )  # those whose images attend both ways, Gemma 4's where their configs say so
 TOWERS = (
-    *BOTH_WAYS, "idefics3", "internvl", "lfm2_vl", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
-    "qwen3_vl_moe", "smolvlm",
+    *BOTH_WAYS, "idefics3", "internvl", "lfm2_vl", "llava_onevision", "mistral3", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
+    "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip  # those of them whose images are served
 _LLAMA = {
     "vocab_size": 32_000,
@@ -129,6 +129,12 @@ def _text_half(config: HFConfig) -> HFConfig:
     for key in ("architectures", "tie_word_embeddings"):  # of the whole, where it has them
         if key in values:
             text[key] = values[key]
+    if (
+        kind == "llava"
+        and config.has("vision_config")
+        and config.section("vision_config").values.get("model_type") == "pixtral"
+    ):
+        kind = "pixtral"  # as it was published before Mistral 3
     return HFConfig({**_LEFT_OUT.get(text["model_type"], {}), **beside, **text, "text_of": kind}, config.source)
 
 

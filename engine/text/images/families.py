@@ -157,6 +157,7 @@ def _shown(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
 
 
 _QWEN = Family(_qwen)
+_PIXTRAL = Family(_mistral3, options=lambda tokens: {"patch_size": tokens.side})
 _IDEFICS = Family(_idefics3, options=lambda _: {"return_row_col_info": True})
 # By the model type of config.json.
 FAMILIES: Mapping[str, Family] = {
@@ -169,7 +170,8 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family(_gemma3, mark="boi_token_index"),
     "gemma4": Family(_gemma4),
     "gemma4_unified": Family(_gemma4),
-    "mistral3": Family(_mistral3, options=lambda tokens: {"patch_size": tokens.side}),
+    "llava": _PIXTRAL,  # with its tower; others are served as text
+    "mistral3": _PIXTRAL,
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
     "internvl": Family(_internvl, options=lambda _: {"crop_to_patches": True}),
