@@ -25,6 +25,9 @@ _DELTAS = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 
+# Without one AI SDK does not send thoughts back, and Pydantic AI sends them as the user's words.
+_SIGNATURE = "cXVpcmU="
+
 
 class MessageUsage(ResponseBody):
     """The token counts; cached and newly retained prompt tokens are apart."""
@@ -52,7 +55,7 @@ class ContentBlock(ResponseBody):
     type: str = Field(description="Which kind of object this is.")
     text: str | None = Field(None, description="The text.")
     thinking: str | None = Field(None, description="The reasoning's text.")
-    signature: str | None = Field(None, description="Empty; it may be sent back.")
+    signature: str | None = Field(None, description="Always the same; it may be sent back.")
     id: str | None = Field(None, description="The object's name; stored objects are found by it.")
     name: str | None = Field(None, description="Its name.")
     input: dict[str, Any] | None = Field(None, description="The arguments of the call.")
@@ -172,8 +175,9 @@ class MessageFormatter(PieceWriter[MessageEvent]):
         else:
             setattr(block, block.type, text)
         events = [self._block_event("stop")]
-        if block.type == "thinking":  # without this event AI SDK does not send the block back
-            events.insert(0, self._block_event("delta", delta={"type": "signature_delta", "signature": ""}))
+        if block.type == "thinking":
+            block.signature = _SIGNATURE
+            events.insert(0, self._block_event("delta", delta={"type": "signature_delta", "signature": _SIGNATURE}))
         return events
 
     def _block_event(self, kind: str, **fields: Any) -> MessageEvent:

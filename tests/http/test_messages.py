@@ -22,6 +22,7 @@ WEATHER = {
     "description": "The weather of a city.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+SIGNATURE = "cXVpcmU="
 ADD = {"name": "add", "input_schema": {"type": "object"}}
 
 __all__ = ["servers"]  # a fixture
@@ -134,7 +135,7 @@ def test_a_stream_of_thoughts_words_and_uses(says: httpx.Client) -> None:
     assert [event["content_block"]["type"] for event in begun] == ["thinking", "text", "tool_use", "tool_use"]
     assert [event["index"] for event in begun] == [0, 1, 2, 3]
     signed = events.index(
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "signature_delta", "signature": ""}}
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "signature_delta", "signature": SIGNATURE}}
     )
     assert events[signed + 1] == {"type": "content_block_stop", "index": 0}
     names = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}
@@ -151,9 +152,9 @@ def test_a_stream_of_thoughts_words_and_uses(says: httpx.Client) -> None:
         if event["type"] == "content_block_stop":
             open_block = None
     assert open_block is None
-    assert told == ["Well.", "I ask.", '{"city": "Rome"}', '{"city": "Rome"}']
+    assert told == [f"Well.{SIGNATURE}", "I ask.", '{"city": "Rome"}', '{"city": "Rome"}']
     content = create(says, asked, tools=[WEATHER])["content"]
-    assert content[0] == {"type": "thinking", "thinking": "Well.", "signature": ""}
+    assert content[0] == {"type": "thinking", "thinking": "Well.", "signature": SIGNATURE}
     assert content[1] == {"type": "text", "text": "I ask."}
     assert [(use["name"], use["input"]) for use in content[2:]] == [("weather", {"city": "Rome"})] * 2
     assert all(use["id"].startswith("toolu_") for use in content[2:])
