@@ -94,14 +94,28 @@ class ChatFormatter(ChunkFormatter):
         return answer.json_bytes()
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
-        choice = self._choice(index, delta, {"delta": self._message(delta)})
+        *before, last = self._parts(delta)
+        if delta.prompt is not None:
+            before.insert(0, ChatMessage(role="assistant", content=""))
+        begun = [ChatChoice(index=index, delta=part, logprobs=None, finish_reason=None) for part in before]
+        chunks = [self._render(choice.json_bytes(), **usage) for choice in begun]
+        choice = self._choice(index, delta, {"delta": last})
         if delta.prompt is None:
-            return [self._render(choice.json_bytes(), **usage)]
+            return [*chunks, self._render(choice.json_bytes(), **usage)]
         chunk = ChatCompletion(**self._chunk_fields, choices=[choice], **usage)
         self._add_prompt(chunk, delta)
-        message = ChatMessage(role="assistant", content="")
-        role = ChatChoice(index=index, delta=message, logprobs=None, finish_reason=None)
-        return [self._render(role.json_bytes(), **usage), chunk.json_bytes()]
+        return [*chunks, chunk.json_bytes()]
+
+    def _parts(self, delta: Delta) -> list[ChatMessage]:
+        """Return the messages of a delta's chunks: clients such as Haystack take text, thoughts or calls of one."""
+        whole = self._message(delta)
+        if len(delta.pieces) < 2:
+            return [whole]
+        thoughts, calls = whole.reasoning_content, whole.tool_calls
+        parts = [] if thoughts is None else [ChatMessage(reasoning_content=thoughts, reasoning=thoughts)]
+        parts += [] if whole.content is None else [ChatMessage(content=whole.content)]
+        parts += [] if calls is None else [ChatMessage(tool_calls=calls)]
+        return parts or [whole]
 
     def _message(self, delta: Delta, *, is_whole: bool = False) -> ChatMessage:
         """Return an answer, or a chunk's part of it."""

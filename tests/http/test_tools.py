@@ -18,11 +18,17 @@ from harness import CONFIG, Live, byte_tokenizer
 from test_completions import stream
 
 from engine.core.errors import ConfigError
+from engine.core.types import FinishReason, PromptInfo
 from engine.text.chat.chat_format import ChatFormat
+from engine.text.chat.choice import Delta
 from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.json_calls import FORCED
 from engine.text.tools.section_calls import KIMI_K2
-from engine.text.types import CallArguments, CallBegin, Reasoning
+from engine.text.types import CallArguments, CallBegin, Content, Reasoning
+from server.answers.body import ChatBody
+from server.answers.formatter import ChunkMeta
+from server.openai.chat import ChatFormatter
+from server.protocol.documents import Usage
 
 PATH = "/v1/chat/completions"
 SAYS = "{{ messages[-1].content }}|"
@@ -113,6 +119,20 @@ def test_a_streamed_call_begins_with_its_name(hermes: httpx.Client) -> None:
     assert len(parts) > 4, "the arguments came in one piece"
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
     assert not any(delta.get("content") for delta in deltas)
+
+
+def test_a_chunk_has_thoughts_or_text_or_calls() -> None:
+    """Also of a delta with all of them, as a client that reads slowly gets it."""
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}]})
+    formatter = ChatFormatter(body, ChunkMeta("chatcmpl", "parrot", byte_tokenizer(), [[1]], "1"))
+    pieces = [Reasoning("Hm."), Content("I ask."), CallBegin("weather"), CallArguments("{}")]
+    whole = Delta(pieces, finish_reason=FinishReason.STOP, prompt=PromptInfo(0, None), has_called=True)
+    for delta in (whole, replace(whole, prompt=None)):
+        frames = formatter.news([(0, delta)], lambda: Usage.of(1, 4)).decode().split("\n\n")[:-1]
+        choices = [json.loads(each.removeprefix("data: "))["choices"][0] for each in frames]
+        assert [choice["finish_reason"] for choice in choices][-2:] == [None, "tool_calls"]
+        kinds = [set(choice["delta"]) for choice in choices[-3:]]
+        assert kinds == [{"reasoning", "reasoning_content"}, {"content"}, {"tool_calls"}]
 
 
 def test_openais_client_puts_a_streamed_call_together(hermes: httpx.Client) -> None:
