@@ -68,10 +68,11 @@ class Worker:
 
     def __init__(self, start: Start) -> None:
         config = self._config = EngineConfig(**start.config)
+        if config.device != "cpu" and torch.cuda.is_available():
+            torch.cuda.set_device(
+                start.rank
+            )  # before anything asks about the current one, and takes the first GPU's memory
         device = resolve_device(config.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", start.rank)
-            torch.cuda.set_device(device)
         choose_kernels(config.cpu_kernels if device.type == "cpu" else "off", is_portable=config.portable_bits)
         if (library := native()) is not None:
             library.use_threads(start.num_threads)  # the group spins only where each thread has a core

@@ -428,6 +428,34 @@ def test_a_rank_waits_for_the_others_before_it_opens_the_group(tmp_path: Path, m
     assert done == ["here", "waits"]
 
 
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_rank_asks_for_nothing_on_the_first_ranks_gpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does would open a context there, which takes half a gigabyte."""
+    current, asked, opened = [0], list[int](), list[torch.device]()
+
+    def open_group(_path: Path, _rank: int, _size: int, device: torch.device, **_: object) -> None:
+        opened.append(device)
+        raise GroupError("enough")
+
+    for call, found in (
+        ("is_available", lambda: True),
+        ("set_device", current.append),
+        ("current_device", lambda: current[-1]),
+        ("set_per_process_memory_fraction", lambda _: asked.append(current[-1])),
+    ):
+        monkeypatch.setattr(torch.cuda, call, found)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # not to be left behind
+    for call in ("choose_kernels", "native", "_say"):
+        monkeypatch.setattr(worker, call, lambda *_, **__: None)
+    monkeypatch.setattr(worker, "open_group", open_group)
+    start = worker.Start({"model": "m", "device": name}, 1, 2, str(tmp_path), 0, 0, False, 1, 1.0, 1)
+    with pytest.raises(GroupError):
+        worker.Worker(start)
+    assert (asked, opened) == ([1], [torch.device("cuda", 1)])
+
+
 def test_an_interrupted_start_ends_the_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
