@@ -19,10 +19,11 @@ from torch import Tensor
 
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
-from engine.core.types import BeamParams, Request
+from engine.core.step import StateMove, StepPlan, plan_prompts
+from engine.core.types import BeamParams, Request, SamplingParams
 from engine.runtime.attention.table import load_backend
 from engine.runtime.cuda import available
-from engine.runtime.execution.synthetic import warm_up_plan
+from engine.runtime.execution.synthetic import synthetic_row, warm_up_plan
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.models.load import load_model
 from engine.runtime.pool.kv_cache import KVCache
@@ -137,6 +138,26 @@ def recurrent(device: torch.device) -> Said:
     return dict(served.ids)
 
 
+def state_from_below(device: torch.device) -> Said:
+    """Go on with a recurrent state that the same step brings from host memory, which keeps no more of the sequence."""
+    options = EngineConfig(model=tiny_granite().name, model_impl="quire", dtype="float32")
+    model = load_model(options, device, torch.float32, lambda progress: None)
+    size = state_blocks(model, 4)
+    config = settings(num_blocks=4 + 3 * size, state_blocks=size, max_num_seqs=2, max_model_len=16)
+    left, arriving, written, paged = (tuple(range(at * size, (at + 1) * size)) for at in range(4))
+    runner = make_runner(model, config, "torch", device=device)
+    runner.open_host_pool(size)
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    before, after = (synthetic_row(config, slot, num, paged[:3], params) for slot, num in enumerate((9, 10)))
+    steps = [runner.run(plan_prompts([before], [9], [left]))]
+    steps.append(runner.run(StepPlan(1, swap_out=list(zip(left, range(size), strict=True)))))
+    plan = plan_prompts([after], [1], [written])._replace(states=(StateMove(1, arriving, written),))
+    steps.append(runner.run(plan._replace(swap_in=list(zip(range(size), arriving, strict=True)))))
+    said = {("step", at): step.wait().token_ids for at, step in enumerate(steps)}
+    runner.close()
+    return said
+
+
 RUNS: dict[str, Callable[[torch.device], Said]] = {
     "overlapped": lambda device: answers(device, depth=1),
     "one by one": answers,
@@ -144,16 +165,19 @@ RUNS: dict[str, Callable[[torch.device], Said]] = {
     "n-gram drafts": lambda device: answers(device, drafter=lambda _: TextDrafter(1, 3)),
     "a draft model": lambda device: answers(device, drafter=draft_model),
     "recurrent states": recurrent,
+    "a state from below": state_from_below,
 }
 
 
 # Drafts are read before they are checked. Without kernels the states of recurrent layers are found by numbers of the host.
+_OF_STATES = {
+    "engine/runtime/pool/states.py",
+    *(f"engine/runtime/{name}.py" for name in ("weights/safetensors", "layers/mamba")),  # as it is loaded
+}
 WAITS = {
     "a draft model": {"engine/runtime/speculation/drafter.py"},
-    "recurrent states": {
-        "engine/runtime/pool/states.py",
-        *(f"engine/runtime/{name}.py" for name in ("weights/safetensors", "layers/mamba")),  # as it is loaded
-    },
+    "recurrent states": _OF_STATES,
+    "a state from below": _OF_STATES,
 }
 
 

@@ -72,7 +72,8 @@ class PinnedPool(HostPool):
                 scatter(self._pool, self._to_device([block for _, block in pairs]), self._arriving[: len(pairs)])
             self._arrived = self._stream.record_event()
         blocks = {block for _, block in plan.swap_in}
-        if not all(blocks.isdisjoint(table) for row in plan.rows for table in row.tables):  # no earlier row reads them
+        read = [*(table for row in plan.rows for table in row.tables), *(move.read for move in plan.states)]
+        if not all(map(blocks.isdisjoint, read)):  # no earlier row reads them
             step.wait_event(self._arrived)
 
     def finish_copies(self) -> None:
