@@ -136,6 +136,8 @@ class Daemon(uvicorn.Server):
 
     def _on_late_signal(self, *_: object) -> None:
         self._num_signals += 1
+        if isinstance(self.failure, KeyboardInterrupt):  # the start has ended, and waits for a load
+            os._exit(130)
         if self._num_signals > 2:
             os._exit(1)
 

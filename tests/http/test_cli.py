@@ -424,6 +424,20 @@ def test_a_late_signal_changes_no_exit_status(late: signal.Signals, tmp_path: Pa
     assert "Stopped while starting" not in written
 
 
+@pytest.mark.parametrize(
+    ("failure", "num_before", "expected"),
+    [(KeyboardInterrupt(), 1, [130]), (None, 1, []), (None, 2, [1]), (ConfigError("x"), 1, [])],
+)
+def test_signals_behind_the_server_end_what_waits(
+    failure: BaseException | None, num_before: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that does not hear that it is not wanted, or a thread."""
+    ended = list[int]()
+    monkeypatch.setattr(os, "_exit", ended.append)
+    daemon.Daemon._on_late_signal(Mock(failure=failure, _num_signals=num_before))
+    assert ended == expected
+
+
 def test_when_the_engine_dies_streams_hear_it_and_the_process_fails() -> None:
     with quire("serve", FAKE_STEPS="20") as process:
         url = ready(process)
