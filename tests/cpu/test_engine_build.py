@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.arbiter import Arbiter
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.page_table import blocks_for
@@ -60,6 +61,19 @@ def folder(tmp_path: Path) -> str:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
+
+
+def test_a_load_beside_steps_leaves_the_team_to_them(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another caller of the library would compute alone while the team packs."""
+    if native() is None:
+        pytest.skip("no native library and no C compiler")
+    said: list[bool] = []
+    monkeypatch.setattr(Library, "stay_aside", lambda _, stays: said.append(stays))
+    for is_alive in (False, True):
+        monkeypatch.setattr(Arbiter, "is_alive", is_alive)
+        config = EngineConfig(model=folder, load_format="dummy", device="cpu", num_threads=1)
+        build_engine(config, lambda _: None, arbiter=Arbiter()).stop(0.0)
+    assert said == [False, True]
 
 
 def build(folder: str, report: list[Progress] | None = None, **changes: object) -> Engine:

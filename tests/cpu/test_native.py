@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 
@@ -23,6 +25,7 @@ from engine.runtime.native import ops
 from engine.runtime.native.build import machine_isas
 from engine.runtime.native.library import DTYPES, Isa, Library, RopeArgs, native
 from tests.cpu.native_linears import ISAS, packed
+from tests.patience import eventually
 from tests.reference_attention import dense_attention
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -118,6 +121,32 @@ def test_window_softcap_and_sinks_together(library: Library, dtype: torch.dtype)
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
     for window in (1, 17, 128, 150):
         check_attention(AttentionSpec(4, 2, 32, 0.4, window=window, softcap=1.5, sinks=sinks), RAGGED, dtype)
+
+
+def test_a_thread_that_stays_aside_and_those_that_pack_for_it_compute_alone() -> None:
+    library = native()
+    if library is None:
+        pytest.skip("no native library and no C compiler")
+    num_threads, linear = library.num_threads, packed(library, torch.randn(2048, 2048))
+    x = torch.randn(64, 2048)
+
+    def others_s() -> float:
+        """Compute, and return the seconds that other threads of the process took."""
+        begun_s = time.process_time() - time.thread_time()
+        for _ in range(4):
+            linear(x)
+        return time.process_time() - time.thread_time() - begun_s
+
+    library.use_threads(2)
+    try:
+        eventually(lambda: others_s() > 0.01)  # the team has its turn
+        library.stay_aside(stays=True)
+        time.sleep(0.01)  # until the other one sleeps
+        with ThreadPoolExecutor(1, initializer=library.packer.begin) as packer:
+            assert max(others_s(), packer.submit(others_s).result()) < 0.005
+    finally:
+        library.stay_aside(stays=False)
+        library.use_threads(num_threads)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -6,7 +6,11 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +117,44 @@ def test_a_point_that_took_too_long_is_not_tried_again_nor_a_larger_one(options:
         ("long-prompt", 2),
         ("long-prompt", 8),
     ]
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_tries", "is_kept"),
+    [([0.1], 1, True), ([0.2, 0.05], 2, True), ([0.2, 0.3, 0.11], 3, False), ([0.2, 0.3, 0.0], 3, True)],
+)
+def test_a_point_that_other_work_disturbs_is_measured_again_or_left_out(
+    shares: list[float], num_tries: int, is_kept: bool, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.of(options("--workloads", "distinct", "--concurrency", "1", "2"))
+    turn, asked, left = next(plan.turns()), list[list[str]](), iter(shares)
+    drive = Drive(turn.peer.name, turn.model, turn.round)
+    load = plan.workloads[0]
+
+    @contextmanager
+    def watch_others() -> Iterator[list[float]]:
+        found: list[float] = []
+        yield found
+        found.append(next(left))
+
+    async def sweep(port: int, asking: Any, warm_up: Any, level: Any, limit_s: float) -> Any:
+        asked.append([job.text for job in level.jobs])
+        return SimpleNamespace(points=[_Point(len(asked))], is_interrupted=False)
+
+    monkeypatch.setattr(compare, "_sweep", sweep)
+    server: Any = SimpleNamespace(watch_others=watch_others, port=1, is_alive=lambda: True)
+    compare._measure(plan, turn, drive, server, PeerAsking(turn.model), load, 2)
+    assert len(asked) == num_tries
+    assert len({text for texts in asked for text in texts}) == sum(map(len, asked)), "other prompts each time"
+    assert [each["number"] for each in drive.points] == [num_tries] * is_kept
+    assert [each["others_cores"] for each in drive.points] == shares[-1:] * is_kept
+    assert ["disturbed it 3 times" in each for each in drive.failures] == [True] * (not is_kept)
+
+
+@dataclass
+class _Point:
+    number: int
+    errors: dict[str, int] = field(default_factory=dict)
 
 
 def test_a_point_sends_enough_requests_to_fill_its_concurrency() -> None:
