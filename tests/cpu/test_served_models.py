@@ -131,7 +131,7 @@ def save_wrapper(name: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_language_model_inside_another_is_served(name: str, tmp_path: Path) -> None:
-    is_new = name in ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "gemma4")
+    is_new = name in ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "gemma4", "gemma4_unified")
     check_served(save_wrapper(name, tmp_path), tmp_path, in_a_daemon if is_new else offline)
 
 
