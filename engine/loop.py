@@ -282,7 +282,10 @@ class Engine:
             log.critical("The engine died: %s: %s", type(error).__name__, error)
             log.debug("The engine died here:", exc_info=True)
             self._die(error)
-        on_thread("quire-engine-end", self._end)
+        try:
+            on_thread("quire-engine-end", self._end)
+        except RuntimeError:  # the system has no thread left
+            self._end()
         return False
 
     # -- a thread that ends it ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -55,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS.get(name)
     if command is None:
         sys.stderr.write(_unknown(name))
+        return 2
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # a library of torch's would end the process, with another reason
+        sys.stderr.write("quire: The current folder has been deleted; change to another one.\n")
         return 2
     gc.disable()  # nothing that an import makes is garbage, and to look for some takes 20 ms, now or later
     try:

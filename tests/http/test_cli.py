@@ -189,6 +189,12 @@ def test_a_fault_is_one_line_and_an_exit_status(argv: list[str], status: int, se
     assert "Traceback" not in written
 
 
+def test_a_start_in_a_folder_that_is_gone(tmp_path: Path) -> None:
+    with quire("serve", around=("sh", "-c", f'cd "{tmp_path}" && rmdir "{tmp_path}" && exec "$@"', "sh")) as process:
+        status, written = outcome(process)
+    assert (status, written) == (2, "quire: The current folder has been deleted; change to another one.\n")
+
+
 def test_the_traceback_is_there_for_who_wants_it() -> None:
     with quire("serve", "/no/model", "--log-level", "debug") as process:
         assert "Traceback" in outcome(process)[1]

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -433,6 +434,13 @@ def test_the_owner_learns_of_the_end_even_if_something_cannot_be_closed(caplog: 
     engine.stop(0.0)
     assert ended.is_set()
     assert "Broken could not be closed: OSError: the disk is gone" in caplog.text
+
+
+def test_an_engine_ends_where_the_system_has_no_thread_for_that(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loop.on_thread", Mock(side_effect=RuntimeError("can't start new thread")))
+    rig.engine.order_stop(0.0)
+    eventually(lambda: rig.runner.closed)
+    assert rig.engine.health().error is None
 
 
 def test_the_runner_gets_quiet_moments_until_it_has_no_use_for_them(rig: Rig) -> None:
