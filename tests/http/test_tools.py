@@ -124,7 +124,9 @@ def test_a_streamed_call_begins_with_its_name(hermes: httpx.Client) -> None:
 def test_a_chunk_has_thoughts_or_text_or_calls() -> None:
     """Also of a delta with all of them, as a client that reads slowly gets it."""
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}]})
-    formatter = ChatFormatter(body, ChunkMeta("chatcmpl", "parrot", byte_tokenizer(), [[1]], "1"))
+    tokenizer = byte_tokenizer()
+    meta = ChunkMeta(id_prefix="chatcmpl", model="parrot", tokenizer=tokenizer, prompts=[[1]], answer_id="1")
+    formatter = ChatFormatter(body, meta)
     pieces = [Reasoning("Hm."), Content("I ask."), CallBegin("weather"), CallArguments("{}")]
     whole = Delta(pieces, finish_reason=FinishReason.STOP, prompt=PromptInfo(0, None), has_called=True)
     for delta in (whole, replace(whole, prompt=None)):
