@@ -27,6 +27,7 @@ from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
 from engine.runtime.pool.pool_size import PoolSize, fit_pool
 from engine.settings.engine_config import EngineConfig, LoraModule
+from engine.startup import build as build_module
 from engine.startup import speculation
 from engine.startup.build import build_engine
 from engine.startup.parts import Parts
@@ -74,6 +75,17 @@ def test_a_load_beside_steps_leaves_the_team_to_them(folder: str, monkeypatch: p
         config = EngineConfig(model=folder, load_format="dummy", device="cpu", num_threads=1)
         build_engine(config, lambda _: None, arbiter=Arbiter()).stop(0.0)
     assert said == [False, True]
+
+
+@pytest.mark.parametrize(("numa", "num_times"), [("distribute", 1), ("numactl", 0)])
+def test_pages_are_on_all_nodes_unless_another_program_says_where(
+    numa: str, num_times: int, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, told = list[int](), list[Progress]()
+    monkeypatch.setattr(build_module, "spread_pages", lambda: asked.append(0) or 2)
+    build(folder, told, numa=numa)
+    assert len(asked) == num_times
+    assert [each.detail for each in told].count("pages in turns on 2 nodes") == num_times
 
 
 def build(folder: str, report: list[Progress] | None = None, **changes: object) -> Engine:

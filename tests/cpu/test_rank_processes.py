@@ -33,7 +33,7 @@ from engine.loop import Engine
 from engine.ranks import executor, worker
 from engine.runtime.execution.packet import Kind, RankMessage, Step, decode, encode
 from engine.runtime.native.functions import GroupError
-from engine.runtime.parallel.group import Group
+from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
 from engine.runtime.pool.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
 from engine.runtime.pool.row_tables import RowTables
@@ -426,6 +426,40 @@ def test_a_rank_waits_for_the_others_before_it_opens_the_group(tmp_path: Path, m
     with pytest.raises(MetError):
         worker.Worker(start)
     assert done == ["here", "waits"]
+
+
+@pytest.mark.parametrize(("numa", "stays"), [("distribute", True), ("numactl", False)])
+def test_ranks_stay_on_their_nodes_before_they_load(
+    numa: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the memory of their weights is there, too."""
+    asked: list[tuple[int, ...]] = []
+
+    class LoadsError(Exception):
+        pass
+
+    def load_model(*_: object) -> None:
+        raise LoadsError
+
+    for module in (worker, executor):
+        monkeypatch.setattr(module, "native", lambda: None)
+        monkeypatch.setattr(module, "open_group", lambda *_, **__: SINGLE)
+        monkeypatch.setattr(module, "stay_on_node", lambda *place: asked.append(place))
+    for name in ("choose_kernels", "resolve_dtype", "_say"):
+        monkeypatch.setattr(worker, name, lambda *_, **__: None)
+    monkeypatch.setattr(worker, "load_model", load_model)
+    start = worker.Start({"model": "m", "device": "cpu", "numa": numa}, 1, 2, str(tmp_path), 0, 0, False, 1, 1.0, 1)
+    with pytest.raises(LoadsError):
+        worker.Worker(start)
+    assert asked == [(1, 2)] * stays
+    says = """import signal; print('{"here": ""}', flush=True); signal.pause()"""
+    process = subprocess.Popen([sys.executable, "-c", says], stdout=subprocess.PIPE, text=True)
+    monkeypatch.setattr(executor, "_spawn", lambda _: process)
+    ranks = executor.Executor(EngineConfig(model="", tensor_parallel_size=2, numa=numa), 1)
+    ranks.meet(torch.device("cpu"))
+    process.kill()
+    ranks.close()
+    assert asked == [(1, 2), (0, 2)] * stays
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
