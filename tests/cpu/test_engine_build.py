@@ -183,6 +183,23 @@ def test_layers_with_windows_alone_serve_contexts_that_the_pool_does_not_hold(fo
         assert answer(whole, asked) == answers
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds", "told"),
+    [
+        ("gemma3", ["full", "window 135", "window 135"], " in one of 3 groups of layers (0% of their bytes unused), "),
+        ("qwen3_5", ["full", "recurrent"], "; a recurrent state is 4 blocks, 32.0 KiB"),
+    ],
+)
+def test_the_start_says_which_groups_share_the_pool(name: str, kinds: list[str], told: str, tmp_path: Path) -> None:
+    case = test_models_families.CASES[name]
+    replace(case, settings=case.settings | {"max_position_embeddings": 512}).build().save_pretrained(tmp_path)
+    report: list[Progress] = []
+    engine = build(str(tmp_path), report, kv_cache_memory_bytes=1 << 21)
+    assert [group.name for group in engine.config.groups] == kinds
+    (pool,) = [progress.detail for progress in report if progress.stage == "kv_pool"]
+    assert told in pool
+
+
 def test_int8_kv_holds_more_blocks_in_the_same_memory(folder: str) -> None:
     num_blocks = [
         build(folder, kv_cache_dtype=kind, kv_cache_memory_bytes=64 * BLOCK_BYTES).config.num_blocks
