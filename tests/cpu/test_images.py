@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 import transformers
+from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.activations import GELUTanh
 
@@ -482,6 +484,21 @@ def test_images_of_other_families_say_what_transformers_says(name: str, folder: 
         entries = [entry for event in served.events[each.request_id, 0] for entry in event.logprobs or ()]
         wanted = logits.log_softmax(-1)[range(len(answer)), answer]
         torch.testing.assert_close(torch.tensor([entry.logprob for entry in entries]), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("is_divided", [False, True], ids=["as 5.17 returns them", "as 5.23 does"])
+def test_levels_are_one_tensor_or_one_for_each_image(is_divided: bool) -> None:
+    class Model(nn.Module):
+        def get_image_features(self, pixel_values: torch.Tensor, return_dict: bool) -> SimpleNamespace:
+            lower = 2 * pixel_values
+            return SimpleNamespace(
+                pooler_output=(pixel_values,), deepstack_features=[[lower] if is_divided else lower] * 2
+            )
+
+    vectors = np.arange(12, dtype=np.float32).reshape(4, 3)
+    made = Tower(Model(), CPU)(Image(b"", {"pixel_values": vectors}, num_tokens=4))
+    assert made is not None
+    assert torch.equal(made, torch.from_numpy(np.stack((vectors, 2 * vectors, 2 * vectors))))
 
 
 @pytest.mark.parametrize("name", ["Qwen3VLConfig", "Gemma3Config"])

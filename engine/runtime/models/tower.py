@@ -7,7 +7,7 @@ this module, and transformers with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from inspect import signature
 from math import prod
@@ -56,13 +56,19 @@ class Tower:
             with self._ops:
                 found = self._model.get_image_features(**arrays, return_dict=True)
             levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-            made = torch.stack([torch.cat([part.flatten(0, -2) for part in level]) for level in levels])
+            made = torch.stack([_rows(level) for level in levels])
             if made.shape[1] == image.num_tokens and made.isfinite().all():
                 return made
             log.warning("an image of %d tokens became %d vectors, not all finite", image.num_tokens, made.shape[1])
         except Exception as error:  # any: it is another project's code; one is that of a device's full memory
             log.warning("the vision tower cannot compute an image: %s: %s", type(error).__name__, error)
         return None
+
+
+def _rows(level: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return vectors [V, hidden], of which some versions of transformers have a tensor, others one for each image."""
+    parts = [level] if isinstance(level, Tensor) else level
+    return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower:
