@@ -138,10 +138,13 @@ class ChildProcess:
             raise ChildLostError(f"it could not be started: {error.strerror}") from error
         self._process = process
         self._check_open()  # `close` may have come before it could see the process
-        with _limited(process, _START_S):
-            _receive(process)  # an empty message: it is ready
-            if self._set_up is not None:
-                self._set_up(partial(_ask, process))
+        try:
+            with _limited(process, _START_S):
+                _receive(process)  # an empty message: it is ready
+                if self._set_up is not None:
+                    self._set_up(partial(_ask, process))
+        except (ChildCrashError, ChildTimeoutError) as error:  # no question is the reason
+            raise ChildLostError(f"it could not be started: {error}") from error
         return process
 
     def _kill(self) -> None:

@@ -29,4 +29,8 @@ def answer(parts: Parts) -> list[bytes]:
 
 
 if __name__ == "__main__":
+    if "CHILD_EXITS" in os.environ:
+        os._exit(3)
+    if "CHILD_HANGS" in os.environ:
+        time.sleep(3600)
     serve(answer, Limits(memory=64 << 20, memory_per_byte=1, cpu_s=0.5))

@@ -87,6 +87,20 @@ def test_a_child_that_ends_or_is_killed_is_replaced(child: ChildProcess) -> None
     assert ask(child, b"abc") == [b"cba"]
 
 
+def test_a_child_that_ends_before_it_is_ready_ends_by_no_question(
+    child: ChildProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, limit_s, reason in (("CHILD_EXITS", WAIT_S, "ended with 3"), ("CHILD_HANGS", 0.2, "took longer")):
+        monkeypatch.setattr(child_process, "_START_S", limit_s)
+        monkeypatch.setattr(child_process, "_ENVIRONMENT", (*child_process._ENVIRONMENT, variable))
+        with monkeypatch.context() as now:
+            now.setenv(variable, "1")
+            with pytest.raises(ChildLostError, match=f"^it could not be started: it {reason}"):
+                ask(child, b"x")
+    monkeypatch.setattr(child_process, "_START_S", WAIT_S)
+    assert ask(child, b"abc") == [b"cba"]
+
+
 def test_an_idle_child_ends(child: ChildProcess) -> None:
     child._idle_s = 0.1
     ask(child, b"x")
