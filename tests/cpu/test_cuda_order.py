@@ -138,6 +138,21 @@ def recurrent(device: torch.device) -> Said:
     return dict(served.ids)
 
 
+def swapped_states(device: torch.device) -> Said:
+    """Serve it where a sequence and its state leave the pool and come back, beside steps in flight."""
+    options = EngineConfig(model=tiny_granite().name, model_impl="quire", dtype="float32")
+    model = load_model(options, device, torch.float32, lambda progress: None)
+    size = state_blocks(model, 4)
+    sizes = {"num_blocks": 8 + 4 * size, "state_blocks": size, "num_host_blocks": 60, "max_model_len": 40}
+    config = settings(**sizes, max_num_seqs=3, max_num_batched_tokens=24)
+    runner, scheduler = make_runner(model, config, "torch", device=device), Scheduler(config)
+    asked = [request(f"r{i}", [(7 * i + j) % 128 for j in range(5 + i)], max_tokens=20) for i in range(3)]
+    served = serve(model, config, asked, depth=1, apart=1, scheduler=scheduler, runner=runner)
+    assert scheduler.stats.preempted[PreemptionKind.SWAP] > 0
+    runner.close()
+    return dict(served.ids)
+
+
 def state_from_below(device: torch.device) -> Said:
     """Go on with a recurrent state that the same step brings from host memory, which keeps no more of the sequence."""
     options = EngineConfig(model=tiny_granite().name, model_impl="quire", dtype="float32")
@@ -165,6 +180,7 @@ RUNS: dict[str, Callable[[torch.device], Said]] = {
     "n-gram drafts": lambda device: answers(device, drafter=lambda _: TextDrafter(1, 3)),
     "a draft model": lambda device: answers(device, drafter=draft_model),
     "recurrent states": recurrent,
+    "swapped states": swapped_states,
     "a state from below": state_from_below,
 }
 
@@ -177,6 +193,7 @@ _OF_STATES = {
 WAITS = {
     "a draft model": {"engine/runtime/speculation/drafter.py"},
     "recurrent states": _OF_STATES,
+    "swapped states": _OF_STATES,
     "a state from below": _OF_STATES,
 }
 
