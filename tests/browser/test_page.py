@@ -77,6 +77,16 @@ def test_a_question_is_answered_with_its_figures_and_its_command(serve: Serve, o
     expect(card(page).locator(".answer .text").nth(1)).to_have_text("Who goes 'there'?" * 2 + "And now?")
 
 
+def test_the_view_of_the_engine_shows_the_model_that_is_chosen(serve: Serve, open_page: Open) -> None:
+    """Of several in one daemon, with what has become of each."""
+    page = open_page(serve())
+    shown = page.get_by_role("combobox", name="Model on show")
+    expect(shown.locator("option")).to_have_text(["parrot: loaded", "bird: loaded"])
+    for name in ("bird", "parrot"):
+        with page.expect_request(re.compile(rf"/v1/engine/live\?.*&model={name}$")):
+            shown.select_option(name)
+
+
 def test_the_live_view_follows_several_chats(serve: Serve, open_page: Open) -> None:
     live = serve(step_s=0.2)
     page = open_page(live)
