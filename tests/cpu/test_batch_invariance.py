@@ -24,13 +24,13 @@ from engine.runtime.execution.plain_steps import PlainSteps
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
-from engine.runtime.native.build import Isa
-from engine.runtime.native.library import Library, native
+from engine.runtime.native.build import Isa, best_isa, machine_isas
+from engine.runtime.native.library import Library, choose_kernels, native
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.text.tokenizer_files import load_tokenizer
 from tests.cpu.model_driver import Served, make_runner, request, serve, settings
-from tests.cpu.native_linears import packed
+from tests.cpu.native_linears import ISAS, packed
 from tests.cpu.tile_model import tiles_in_use
 
 SMALL = {
@@ -47,15 +47,17 @@ LENGTH = 700  # positions: nearly three spans
 CURIOUS = (0, 1, 15, 16, 127, 128, 129, 255, 256, 257, 500, 511, 512, 699)
 
 
-@pytest.fixture(scope="module", params=["best", "tiles"])
+@pytest.fixture(scope="module", params=dict.fromkeys((*ISAS, best_isa() or ISAS[0])), ids=lambda isa: isa.name)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Library]:
-    """The library as it is chosen here, and AMX's."""
-    library = native()
-    if library is None:
-        pytest.skip("no native library and no C compiler")
-    with tiles_in_use() if request.param == "tiles" else nullcontext(library) as kernels:
+    """The library on one instruction set after the other."""
+    if request.param is not Isa.AMX and machine_isas():
+        choose_kernels(request.param.name.lower())
+    with tiles_in_use() if request.param is Isa.AMX else nullcontext(native()) as kernels:
+        if kernels is None:
+            pytest.skip("no native library and no C compiler")
         assert native() is kernels
         yield kernels
+    choose_kernels("auto")
 
 
 @pytest.fixture(autouse=True)
@@ -137,9 +139,9 @@ def noting(computed: list[StepPlan]) -> Callable[[PlainSteps, StepPlan, Rows], S
 
 @pytest.fixture(scope="module")
 def model(kernels: Library, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    """The default model, or a small one for tiles, whose model is slow."""
+    """The default model with the best kernels, and a small one with others, which are slower."""
     config = EngineConfig(model=str(find_model(None).path))
-    if kernels.isa is Isa.AMX:
+    if kernels.isa is not best_isa():
         folder = tmp_path_factory.mktemp("small")
         LlamaConfig(**SMALL).save_pretrained(folder)
         config = EngineConfig(model=str(folder), load_format="dummy")
