@@ -275,7 +275,7 @@ def answer(engine: Engine, heard: Heard, request: Request) -> list[Any]:
 def test_a_cache_of_one_image_holds_up_nobody(folder: Path) -> None:
     """Requests take turns at the tower, in chunks smaller than their images."""
     path, lives = str(images.vision(folder, "Qwen3VLConfig").path), list[dict[str, list[Any]]]()
-    asked = [ask(f"{i}", PROMPTS[i][0], **FIELDS) for i in (0, 1, 4)]
+    asked, num_kept = [ask(f"{i}", PROMPTS[i][0], **FIELDS) for i in (0, 1, 4)], list[int]()
     for limits in ({}, {"image_cache_memory": 1, "max_num_batched_tokens": 9}):
         config = EngineConfig(model=path, dtype="float32", **{**SIZES, "max_num_seqs": 3, **limits})
         with running(build_engine(config, lambda progress: None)) as (engine, heard):
@@ -285,7 +285,10 @@ def test_a_cache_of_one_image_holds_up_nobody(folder: Path) -> None:
                 for event in heard.get(timeout=PATIENCE_S):
                     said[event.request_id] += event.logprobs or ()
                     num_open -= event.finish_reason is not None
+            vision: Any = engine._vision
+            num_kept.append(len(vision._kept))
         lives.append(said)
+    assert num_kept == [4, 1], "LARGE is in two of them"
     assert lives[0] == lives[1]
     assert all(map(len, lives[0].values()))
 
