@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
+from engine.text.fields.chat import join_parts
 from server.answers.body import EngineBody
 from server.answers.content_guard import ContentGuard
 from server.answers.parts import InJudge, InModel, InResponder
@@ -26,10 +27,21 @@ from server.protocol.documents import ResponseBody
 router = APIRouter()
 
 
+def _joined(value: Any) -> Any:
+    """Return the text of content in parts, which is one input, or the value."""
+    in_parts = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return join_parts(value, {"text": "text"}, "input") if in_parts else value
+
+
+_as_texts = BeforeValidator(_joined, json_schema_input_type=str | list[str] | list[dict[str, Any]])
+
+
 class ModerationBody(EngineBody):
     """The request."""
 
-    input: Annotated[Texts, Few] = Field(description="A text or a list of texts, each as a user's.")
+    input: Annotated[Texts, Few, _as_texts] = Field(
+        description="A text, a list of texts, each as a user's, or one text in parts."
+    )
 
 
 class Moderated(ResponseBody):

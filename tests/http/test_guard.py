@@ -293,6 +293,12 @@ def test_moderations(url: str) -> None:
         assert answer["model"] == "judge"
         assert [each["flagged"] for each in answer["results"]] == [False, True]
         assert answer["results"][1]["categories"] == {"S1": True, "S9": True}
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "bomb"}]
+        [whole] = httpx.post(url + "/v1/moderations", json={**body, "input": parts}).json()["results"]
+        assert whole["flagged"], "OpenAI's SDK sends one input in parts"
+        image = [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]
+        refused = httpx.post(url + "/v1/moderations", json={**body, "input": image})
+        assert "send text only" in refused.json()["error"]["message"]
 
 
 def test_many_texts_wait_for_room_in_the_guards_queue(guarded: Callable[..., Live]) -> None:

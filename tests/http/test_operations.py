@@ -153,7 +153,8 @@ def test_an_upload_may_end_in_a_slash_and_has_its_own_limit(serve: Serve, tmp_pa
         ("/v1/audio/speech", "no audio"), ("/v1/audio/", "no audio"), ("/v1/audio/transcriptions", "no audio"), ("/v1/audio/translations", "no audio"),
         ("/v1/realtime", "no audio"), ("/v1/images/generations", "images"), ("/v1/images/edits", "images"), ("/v1/videos", "images"),
         ("/v1/pooling", "/pooling"), ("/v1/pooling/", "/pooling"),
-        ("/v1/assistants", "/v1/responses"), ("/v1/threads/t/messages", "/v1/responses"), ("/v1/fine_tuning/jobs", "--lora-modules"),
+        ("/v1/assistants", "/v1/responses"), ("/v1/conversations", "previous_response_id"),
+        ("/v2/embed", "/v1/embeddings"), ("/info", "/server_info"), ("/v1/threads/t/messages", "/v1/responses"), ("/v1/fine_tuning/jobs", "--lora-modules"),
         ("/api/chat", "/v1"), ("/api/tags", "/v1"), ("/completion", "/v1/completions"), ("/v1/uploads", "/v1/files"),
         ("/v1/messages/batches", "/v1/batches"), ("/reset_prefix_cache", "cache_salt"), ("/sleep", "stop the daemon"), ("/flush_cache", "cache_salt"), ("/slots", "/v1/requests"), ("/ping", "/health"),
     ],
@@ -164,6 +165,12 @@ def test_what_quire_does_not_do_is_a_404_that_says_what_to_use(http: httpx.Clien
         assert refused.status_code == 404, path
         assert instead in refused.json()["error"]["message"]
         assert refused.json().get("type") == "error" or refused.json()["error"]["code"] == "not_found"
+
+
+def test_a_conversation_is_not_compacted(http: httpx.Client) -> None:
+    """The path is also that of a response, which is read by GET."""
+    refused = http.post("/v1/responses/compact", json={"model": "parrot", "input": "x"})
+    assert (refused.status_code, "ask for a summary" in refused.text) == (404, True)
 
 
 def test_what_a_404_recommends_is_there(http: httpx.Client) -> None:
