@@ -210,9 +210,9 @@ def test_one_that_fills_a_step_leaves_nothing_of_it_for_long_prompts() -> None:
     driver.check_streams()
 
 
-@pytest.mark.parametrize("seed", [482, 853, 941])
+@pytest.mark.parametrize("seed", [721, 853, 941])
 def test_a_window_has_room_for_all_of_an_atomic_span(seed: int) -> None:
-    """Histories in which prompts that were each promised their window alone would wait for each other."""
+    """Histories in which one of the prompts would be preempted if each was promised its window alone."""
     draw = Random(seed)
     driver = Driver(config(windows=(4,), num_blocks=draw.randint(16, 30), max_num_batched_tokens=24))  # type: ignore[arg-type]
     for index in range(draw.randint(2, 5)):
@@ -224,6 +224,7 @@ def test_a_window_has_room_for_all_of_an_atomic_span(seed: int) -> None:
         for _ in range(draw.randint(0, 3)):
             driver.step()
     driver.drain()
+    assert not sum(driver.scheduler.stats.preempted.values())
     driver.check_streams()
 
 
