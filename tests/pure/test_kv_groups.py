@@ -466,6 +466,20 @@ def test_a_prompt_is_admitted_once_its_windows_have_room_beside_all_others(num_b
     driver.check_streams()
 
 
+def test_a_chunk_takes_no_blocks_that_are_kept_for_another_prompt_s_window() -> None:
+    """Else one of two prompts that were computed together would be preempted for the other."""
+    driver = Driver(windowed([9], num_blocks=32, max_num_batched_tokens=24), depth=1)
+    for index, (first, length, most) in enumerate(((49, 37, 3), (93, 38, 4), (29, 44, 1), (0, 45, 4))):
+        driver.add(request(f"{index}", tuple(range(first, first + length)), max_tokens=most, eos_token_ids=frozenset()))
+        if index == 2:
+            driver.step()
+            driver.step()
+            driver.run_out_of_memory()
+    driver.drain()
+    assert not sum(driver.scheduler.stats.preempted.values())
+    driver.check_streams()
+
+
 def test_a_prompt_that_waits_for_another_s_window_is_preempted() -> None:
     """The window of the first slides past blocks that the second still reads, so that they do not become free."""
     driver = Driver(config(windows=(41,), num_blocks=36, max_num_batched_tokens=6, max_model_len=80))
