@@ -269,6 +269,19 @@ def test_the_one_that_had_no_work_for_longest_leaves() -> None:
             assert "".join(state[0] for state in world.states()) == states
 
 
+@pytest.mark.parametrize(("load_s", "num_bytes", "states"), [(1.0, 10, "ull"), (1e6, 10, "lul"), (1.0, 10**7, "lul")])
+def test_what_takes_long_to_load_or_has_few_bytes_stays(load_s: float, num_bytes: int, states: str) -> None:
+    """Beside one that had work later."""
+    world = World(models_max=2)
+    with world.serving():
+        for name in "ab":
+            assert text(world.ask(name)) == "hi"
+        first, second, _ = world.models.entries
+        first.load_s, second.memory = load_s, Memory(weights=num_bytes)
+        assert text(world.ask("c")) == "hi"
+        assert "".join(state[0] for state in world.states()) == states
+
+
 def test_a_model_that_never_fits_is_refused() -> None:
     world = World(keep=("a", "b"), limit=25)
     with world.serving():
