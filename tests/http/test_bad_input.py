@@ -412,8 +412,8 @@ HINTS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "/v1/messages",
-        {**HELLO, "max_tokens": 3, "tools": [{"name": "a", "input_schema": {}, "defer_loading": True}]},
-        "tools.defer_loading",
+        {**HELLO, "max_tokens": 3, "tools": [{"name": "a", "input_schema": {}, "input_examples": [{}]}]},
+        "tools.input_examples",
     ),
     ("/v1/responses", {"input": "x", "context_management": [{"type": "compaction"}]}, "context_management"),
 ]
