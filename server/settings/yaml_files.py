@@ -25,6 +25,8 @@ def read_yaml(flag: str, path: Path, *, has_secrets: bool = False) -> Any:
         return yaml.load(read_bytes(path, _MAX_BYTES), _Loader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise ConfigError(f"{flag} is {str(path)!r}, which cannot be read: {reason(error)}.") from None
+    except RecursionError:
+        raise ConfigError(f"{flag} is {str(path)!r}, whose values are nested too deeply.") from None
     except yaml.YAMLError as error:
         at, problem = "", ""
         if isinstance(error, MarkedYAMLError) and error.problem_mark:

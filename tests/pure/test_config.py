@@ -624,6 +624,7 @@ def test_a_variable_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ("max-num-sqs: 1", "{file} sets 'max-num-sqs', which is not a setting of Quire; did you mean max-num-seqs?"),
         ("a-b: 1\na_b: 2", "{file} sets 'a_b' twice; keep one of the two spellings."),
         ("- port", "--config is '{file}', which holds no settings; write one 'name: value' a line."),
+        ("a: " + 9999 * "[", "--config is '{file}', whose values are nested too deeply."),
         ("port: 2026-13-45", "--config is '{file}', which is not valid YAML at line 1: this is no value of type timestamp."),
         ("a: {<<: {p: 1}, p: 2, p: 3}", "--config is '{file}', which is not valid YAML at line 1: 'p' is there twice."),
         ("port: [1", "--config is '{file}', which is not valid YAML at line 1: expected ',' or ']', but got '<stream end>'."),
