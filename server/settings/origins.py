@@ -120,7 +120,7 @@ def _items(value: object) -> list[str]:
         text = value.strip()
         try:
             value = json.loads(text) if text.startswith("[") else [item.strip() for item in text.split(",")]
-        except ValueError:
+        except (ValueError, RecursionError):
             raise PydanticCustomError("json_list", 'a JSON list looks like ["first", "second"]') from None
         return _items(value) if text.startswith("[") else [item for item in value if item]
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):

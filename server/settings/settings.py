@@ -115,8 +115,8 @@ def _read_json(value: object) -> object:
     try:
         found = json.loads(value) if isinstance(value, str) else value
         json.dumps(found, allow_nan=False)  # YAML has dates, too
-    except (TypeError, ValueError) as error:
-        raise PydanticCustomError("not_json", "it is not JSON") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PydanticCustomError("not_json", "it is not JSON, or nested too deeply") from error
     if found is not None and not isinstance(found, dict):
         raise PydanticCustomError("not_object", "it must be a JSON object")
     return found
@@ -133,7 +133,7 @@ def _read_modules(value: object) -> tuple[LoraModule, ...]:
             is_json = value.lstrip().startswith(("[", "{"))
             value = json.loads(value) if is_json else [item.strip() for item in value.split(",") if item.strip()]
         return tuple(_module(item) for item in (value if isinstance(value, list | tuple) else [value]))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         sentence = 'write each adapter as name=path, or as {"name": ..., "path": ...}'
         raise PydanticCustomError("lora_modules", sentence) from error
 

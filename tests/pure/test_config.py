@@ -612,6 +612,14 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault() == "--block-size is 'many' (set by QUIRE_BLOCK_SIZE); it must be a whole number."
 
 
+@pytest.mark.parametrize(
+    "flag", ["--hf-overrides", "--default-chat-template-kwargs", "--lora-modules", "--allowed-origins"]
+)
+def test_json_that_is_nested_too_deeply_is_refused(flag: str) -> None:
+    opening = '{"a":' if flag != "--allowed-origins" else "["
+    assert flag in fault(flag, opening + 99999 * "[")
+
+
 def test_a_variable_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_MAX_NUM_SEQ", "4")
     assert fault() == "The variable QUIRE_MAX_NUM_SEQ is not a setting of Quire; did you mean QUIRE_MAX_NUM_SEQS?"
