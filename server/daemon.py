@@ -1,12 +1,11 @@
 """Runs the HTTP server until a signal or the engine's death, and ends open answers properly.
 
 It serves before the models of the start are loaded; a signal meanwhile ends it. Then, first signal: new requests are refused
-while open ones may finish within the shutdown timeout; then they are aborted.
-Second signal: they are aborted immediately. Third: the process exits. A late signal changes no exit status. An engine that dies has already ended its streams; the
+while open ones may finish within the shutdown timeout; then they are aborted. Second signal: they are aborted immediately.
+Third: the process exits. A late signal changes no exit status. An engine that dies has already ended its streams; the
 process follows with exit status 1. If the engine hangs, the event loop ends every open answer itself, and the process exits
-with status 1 without waiting for it. SIGHUP reads the tenants and the certificate again; without either it
-drains, too, unless nohup ignores it.
-Main thread, on the event loop.
+with status 1 without waiting for it. SIGHUP reads the tenants and the certificate again; without either it drains, too,
+unless nohup ignores it. Main thread, on the event loop.
 """
 
 from __future__ import annotations

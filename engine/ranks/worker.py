@@ -69,9 +69,8 @@ class Worker:
     def __init__(self, start: Start) -> None:
         config = self._config = EngineConfig(**start.config)
         if config.device != "cpu" and torch.cuda.is_available():
-            torch.cuda.set_device(
-                start.rank
-            )  # before anything asks about the current one, and takes the first GPU's memory
+            # Before anything asks about the current one, and takes the first GPU's memory.
+            torch.cuda.set_device(start.rank)
         device = resolve_device(config.device)
         choose_kernels(config.cpu_kernels if device.type == "cpu" else "off", is_portable=config.portable_bits)
         if (library := native()) is not None:

@@ -31,9 +31,8 @@ from engine.text.types import SamplingDefaults
 
 log = logging.getLogger("quire.engine")
 
-_READ = frozenset(
-    (".bpe", ".jinja", ".json", ".model", ".tiktoken", ".txt")
-)  # the endings of files that decide on a tokenizer
+# The endings of files that decide on a tokenizer.
+_READ = frozenset((".bpe", ".jinja", ".json", ".model", ".tiktoken", ".txt"))
 _MAX_KEPT = 16  # tokenizers, of 1 to 40 MB
 # Tokens with which models end a turn. A GGUF file names one or two of them; a model may sample any.
 _END_OF_TURN = frozenset(
@@ -148,10 +147,9 @@ def _keep(path: Path, backend: tokenizers.Tokenizer, vocabulary: TokenizerConfig
         return
     log.info("tokenizer: read by transformers, and kept for the next start")
     settings = {name: getattr(vocabulary, name) for name in ("special_tokens", "chat_template")}
+    settings["eos_token_ids"] = sorted(vocabulary.eos_token_ids)
     with suppress(OSError, ValueError), foreign_code(lambda _: ValueError(), (OSError,)):  # parts in Python cannot be
-        keep(
-            path, json.dumps({**settings, "eos_token_ids": sorted(vocabulary.eos_token_ids)}) + "\n" + backend.to_str()
-        )
+        keep(path, json.dumps(settings) + "\n" + backend.to_str())
         others = sorted(path.parent.glob("tokenizer-*.json"), key=lambda each: each.stat().st_mtime)
         for each in others[:-_MAX_KEPT]:
             each.unlink(missing_ok=True)

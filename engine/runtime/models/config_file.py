@@ -55,11 +55,8 @@ _WRAPPERS = {
     "qwen3_vl_moe": "qwen3_moe",
     "smolvlm": "llama",
 }
-BOTH_WAYS = (
-    "gemma3",
-    "gemma4",
-    "gemma4_unified",
-)  # those whose images attend both ways, Gemma 4's where their configs say so
+# Those whose images attend both ways, Gemma 4's where their configs say so.
+BOTH_WAYS = ("gemma3", "gemma4", "gemma4_unified")
 TOWERS = (
     *BOTH_WAYS, "idefics3", "internvl", "lfm2_vl", "llava_onevision", "mistral3", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
     "qwen3_vl", "qwen3_vl_moe", "smolvlm",
