@@ -277,7 +277,9 @@ class RecordingFile:
         """Open the file, which only its owner may read. Raises ConfigError."""
         self._journal = Journal(config)
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            # A FIFO that nothing reads would block.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o600)
+            os.set_blocking(descriptor, True)
             self._file = os.fdopen(descriptor, "w", encoding="ascii")
             os.fchmod(descriptor, 0o600)  # it may have been there
         except OSError as error:

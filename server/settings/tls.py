@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.errors import ConfigError
+from engine.system.regular_file import check_regular
 from server.settings.serve_config import ServeConfig
 
 
@@ -20,6 +22,8 @@ class Tls(NamedTuple):
     def load_into(self, context: ssl.SSLContext) -> None:
         """Read the certificate and its key; connections from now on have them. Raises ConfigError."""
         try:
+            for path in filter(None, (self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)):
+                check_regular(Path(path))  # a FIFO would block
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")  # a prompt would hang
             if self.ssl_ca_certs is not None:
                 context.load_verify_locations(self.ssl_ca_certs)

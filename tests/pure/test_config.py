@@ -23,6 +23,7 @@ from server.settings.app_config import AppConfig
 from server.settings.flags import GROUPS, load_settings, make_parser, name_origins
 from server.settings.serve_config import ServeConfig
 from server.settings.settings import DECLARED, Settings, make_model, read_sources
+from server.settings.tls import read_tls
 from server.settings.yaml_files import read_yaml
 from tests.examples.setting import ExampleConfig
 
@@ -423,6 +424,12 @@ def test_every_application_setting_reaches_the_application() -> None:
     default = AppConfig(model="", served_model_names=())
     for field in fields(AppConfig):
         assert getattr(made, field.name) != getattr(default, field.name), f"{field.name} is not tested here"
+
+
+def test_a_certificate_in_a_fifo_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"the certificate cannot be read from .*pipe: .*a FIFO"):
+        read_tls(ServeConfig(ssl_certfile=tmp_path / "pipe"))
 
 
 def test_patterns_alone_leave_the_model_its_name() -> None:

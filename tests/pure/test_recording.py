@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import stat
 import threading
 from collections.abc import Callable
@@ -203,6 +204,9 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path, monke
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--record is .*, which cannot be written: Is a directory"):
         RecordingFile(tmp_path, config())
+    os.mkfifo(tmp_path / "unread")
+    with pytest.raises(ConfigError, match=r"--record is .*unread', which cannot be written: No such device"):
+        RecordingFile(tmp_path / "unread", config())
 
 
 def test_hidden_ids_are_equal_where_the_real_prefixes_of_blocks_are() -> None:
