@@ -293,4 +293,5 @@ def _pass_on(built: Future[GuidanceGrammar], queued: Future[None]) -> None:
 
 
 def _closing() -> OverloadedError:
-    return OverloadedError("The server is shutting down.", retry_after_s=MAX_TRIAL_S)
+    message = "No grammar can be compiled now: the server is shutting down, or may start no further threads."
+    return OverloadedError(message, retry_after_s=MAX_TRIAL_S)
