@@ -1,8 +1,8 @@
 """Has Triton's interpreter compare the accesses of a kernel's programs, and say which bytes it reads and writes.
 
 The interpreter runs programs one after the other, and each from its first line to its last. A device promises neither: two
-programs run at once, and a thread may load what another of its program stores later. So every launch refuses what only that
-order makes right. The bytes go to the device of tests/fake_device.py, if one is made up.
+programs run at the same time, and one thread of a program may load a number before another stores it. So every launch refuses
+what is right in the interpreter's order only. The bytes go to the device of tests/fake_device.py, if one is made up.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _noting(access: Callable[..., Any], mask_at: int | None, note: _Access) -> C
 
 
 def _telling(call: Callable[..., Any], tell: Callable[[_Touched], None]) -> Callable[..., Any]:
-    """Return a call of the interpreter's of which the launch is told."""
+    """Return a method of the interpreter that first reports to the launch."""
 
     def told(*args: Any) -> Any:
         if _touched is not None:

@@ -25,6 +25,7 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.cuda import available
 from engine.runtime.execution.synthetic import synthetic_row, warm_up_plan
 from engine.runtime.layers.parts import LayerAttention
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.speculation.draft_model import DraftModel
@@ -123,11 +124,16 @@ def tiny_granite() -> TemporaryDirectory[str]:
     return folder
 
 
-def recurrent(device: torch.device) -> Said:
-    """Serve a model whose states are gathered from the pool and written there, with drafts that are taken in later."""
+def granite(device: torch.device) -> tuple[CausalLM, int]:
+    """A model with recurrent layers, and the blocks of a state."""
     options = EngineConfig(model=tiny_granite().name, model_impl="quire", dtype="float32")
     model = load_model(options, device, torch.float32, lambda progress: None)
-    size = state_blocks(model, 4)
+    return model, state_blocks(model, 4)
+
+
+def recurrent(device: torch.device) -> Said:
+    """Serve a model whose states are gathered from the pool and written there, with drafts that are taken in later."""
+    model, size = granite(device)
     sizes = {"num_blocks": 20 + 4 * size, "state_blocks": size, "max_num_batched_tokens": 24, "max_model_len": 32}
     config = settings(**sizes, max_num_seqs=3, num_speculative_tokens=2)
     runner = make_runner(model, config, "torch", device=device)
@@ -140,9 +146,7 @@ def recurrent(device: torch.device) -> Said:
 
 def swapped_states(device: torch.device) -> Said:
     """Serve it where a sequence and its state leave the pool and come back, beside steps in flight."""
-    options = EngineConfig(model=tiny_granite().name, model_impl="quire", dtype="float32")
-    model = load_model(options, device, torch.float32, lambda progress: None)
-    size = state_blocks(model, 4)
+    model, size = granite(device)
     sizes = {"num_blocks": 8 + 4 * size, "state_blocks": size, "num_host_blocks": 60, "max_model_len": 40}
     config = settings(**sizes, max_num_seqs=3, max_num_batched_tokens=24)
     runner, scheduler = make_runner(model, config, "torch", device=device), Scheduler(config)
@@ -155,9 +159,7 @@ def swapped_states(device: torch.device) -> Said:
 
 def state_from_below(device: torch.device) -> Said:
     """Go on with a recurrent state that the same step brings from host memory, which keeps no more of the sequence."""
-    options = EngineConfig(model=tiny_granite().name, model_impl="quire", dtype="float32")
-    model = load_model(options, device, torch.float32, lambda progress: None)
-    size = state_blocks(model, 4)
+    model, size = granite(device)
     config = settings(num_blocks=4 + 3 * size, state_blocks=size, max_num_seqs=2, max_model_len=16)
     left, arriving, written, paged = (tuple(range(at * size, (at + 1) * size)) for at in range(4))
     runner = make_runner(model, config, "torch", device=device)

@@ -49,7 +49,7 @@ def test_images_go_through_a_tower_on_the_device(name: str, tmp_path: Path) -> N
 
 
 def test_two_models_take_turns(tmp_path: Path) -> None:
-    """Steps of both are launched by one thread, and each has graphs and a pool of its own."""
+    """One thread launches the steps of both, and each has its own graphs and pool."""
     folders = tmp_path / "one", tmp_path / "other"
     for name, folder in zip(("qwen3", "lfm2"), folders, strict=True):
         write_tiny(CASES[name], folder)

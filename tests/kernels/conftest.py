@@ -88,7 +88,7 @@ def tighten() -> None:
         return masked_load(self, pointers, mask, other, *rest)
 
     def promise(self: Any, name: str, values: Any) -> None:
-        """It believes that numbers are multiples; a device then loads many at once, and faults if they are not."""
+        """The interpreter does not check that numbers are multiples; a device loads many at once, and faults if they are not."""
         if name == "tt.divisibility" and (self.data % values[-1] != 0).any():
             raise AssertionError(f"{self.data.tolist()} are no multiples of {values[-1]}")
         set_attr(self, name, values)

@@ -90,6 +90,6 @@ class KeyedQueue:
     def arrange(self, running: list[Sequence]) -> None:
         """Sort the running sequences so that the last is preempted first. Called before any may have to be."""
 
-    def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:  # noqa: ARG002 - see `may_yield`
+    def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:  # noqa: ARG002 - for policies whose sequences may yield
         """Return sequences that may be preempted for a waiting one, the first to go first."""
         return []
