@@ -600,7 +600,7 @@ def test_a_group_is_open_once_all_ranks_have_read_its_folder(
 ) -> None:
     """The first rank removes the folder then."""
     make, has_left, place = dist.FileStore, threading.Event(), tmp_path / str(attempt)  # type: ignore[attr-defined] # torch has it
-    rank = threading.local()
+    rank, stores = threading.local(), []  # a store that ends makes its file again, perhaps while the folder is removed
 
     def meet(number: int) -> Group:
         rank.number = number
@@ -611,7 +611,8 @@ def test_a_group_is_open_once_all_ranks_have_read_its_folder(
         return group
 
     def store(path: str, size: int) -> Any:
-        return make(path, size) if rank.number == 0 else LateStore(make(path, size), has_left)
+        stores.append(make(path, size) if rank.number == 0 else LateStore(make(path, size), has_left))
+        return stores[-1]
 
     place.mkdir()
     monkeypatch.setattr(dist, "FileStore", store)
