@@ -46,10 +46,10 @@ def load_kernels(setting: str, report: ReportProgress, *, is_portable: bool = Fa
     def show(done: int, total: int) -> None:
         report(Progress("kernels", "" if done else detail, done, total, "files"))
 
-    if setting == "amx" and not is_portable:
+    if setting in ("amx", "auto") and not is_portable:
         from engine.runtime.native.tiles import prove_tiles
 
-        prove_tiles(show)
+        prove_tiles(show, is_asked=setting == "amx")
     choose_kernels(setting, show, is_portable=is_portable)
     library, bits = native(), ", the same bits everywhere" * is_portable
     report(Progress("kernels", "torch's own" if library is None else f"native, {library.isa.name.lower()}{bits}"))

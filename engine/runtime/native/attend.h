@@ -28,7 +28,7 @@ struct scratch {
     size_t num_rows, strip_rows; /* of the task; of each strip but the last */
     int64_t position;            /* of the task's first query; shared keys are all before it */
     const int32_t *ends;         /* of the task's queries; NULL: behind their own keys */
-    struct tile_shapes shapes;
+    uint64_t shapes; /* the name of those that tiles have */
 };
 
 INLINE int64_t group_of(const struct attend_args *a) { return a->num_heads / a->pool.num_kv_heads; }
@@ -61,7 +61,7 @@ static struct scratch carve(const struct attend_args *a, float *at) {
     s.fade = at, at += rows;
     s.query_units = at, at += rows;
     s.weight_units = at;
-    s.shapes = (struct tile_shapes){0};
+    s.shapes = 0;
     return s;
 }
 

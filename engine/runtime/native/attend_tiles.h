@@ -5,7 +5,10 @@ enum products { SCORES, VALUES };
 
 /* Registers 0 to 3 hold sums, 4 queries, 5 weights, 6 keys, 7 values. What a head's size leaves behind the last whole tile has
  * smaller ones: `rest` lanes of scores take 5 for queries and 7 for keys, and `rest` columns of values 4 for sums and 6 for values. */
-INLINE void shape_attention(enum products products, size_t num, size_t rest, struct tile_shapes *shapes) {
+INLINE void shape_attention(enum products products, size_t num, size_t rest, uint64_t *now) {
+    const uint64_t name = (uint64_t)products << 16 | num << 8 | rest;
+    if (*now == name) return;
+    *now = name;
     struct tile_shapes wanted = {0};
     for (int i = 0; i < 5; i++) tile_shape(&wanted, i, num, TILE_BYTES);
     tile_shape(&wanted, 5, num, TILE * 2);
@@ -13,7 +16,7 @@ INLINE void shape_attention(enum products products, size_t num, size_t rest, str
     tile_shape(&wanted, 7, TILE / 2, TILE_BYTES);
     if (rest && products == SCORES) tile_shape(&wanted, 5, num, rest * 4), tile_shape(&wanted, 7, rest, TILE_BYTES);
     if (rest && products == VALUES) tile_shape(&wanted, 4, num, rest * 4), tile_shape(&wanted, 6, TILE / 2, rest * 4);
-    tile_reshape(shapes, &wanted);
+    tile_configure(&wanted);
 }
 
 /* scores [num][t * TILE + i] = row . (tile t, column i), for one or four tiles. Those `ahead`, if any, are fetched meanwhile. */
@@ -45,7 +48,7 @@ INLINE void score_tiles(int T, const char *rows, const char *const *keys, const 
 
 /* The scores of a strip. */
 static void score_strip_tiles(size_t num, const float *rows, const struct chunk *c, size_t dim, float *scores,
-                              struct tile_shapes *shapes) {
+                              uint64_t *shapes) {
     size_t t = 0, alike = c->lane_stride == TILE || c->num_tiles < c->num_direct ? c->num_tiles : c->num_direct;
     shape_attention(SCORES, num, dim / 2 % TILE_ROWS, shapes);
     for (; t + 4 <= alike; t += 4)
@@ -79,7 +82,7 @@ INLINE void weigh_tiles(int D, const float *weights, float *sums, const struct c
 
 /* sums = sums * fade + weights . V, for a strip; `dim` is that of values. */
 static void weigh_strip_tiles(size_t num, const float *weights, const float *fade, float *sums, const struct chunk *c, size_t dim,
-                              struct tile_shapes *shapes) {
+                              uint64_t *shapes) {
     shape_attention(VALUES, num, dim % TILE, shapes);
     for (size_t r = 0, i; r < num; r++) {
         float *row = sums + r * dim;

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from engine.runtime.native.structs import layout_source
 from engine.system.cache_folder import cache_folder
-from engine.system.host_limits import multiplies_bfloat16, usable_cpus
+from engine.system.host_limits import multiplies_bfloat16, processor_name, usable_cpus
 from engine.system.regular_file import read_json
 
 
@@ -46,6 +46,7 @@ class Isa(IntEnum):
     NEON_BF16 = 8
 
 
+NEVER = 1 << 40  # rows from which tiles win that never do
 CHOOSER = "isa"  # the name of a library beside those of instruction sets, which says what the machine has
 _HERE = Path(__file__).parent
 _MACHINE = platform.machine()
@@ -153,8 +154,8 @@ def machine_isas() -> tuple[Isa, ...]:
 
 
 def best_isa() -> Isa | None:
-    """Return what `--cpu-kernels auto` stands for. AMX has run under an emulator alone: it is asked for."""
-    return next((isa for isa in reversed(machine_isas()) if isa is not Isa.AMX), None)
+    """Return what `--cpu-kernels auto` stands for: AMX only where a start has found that its tiles win (tiles.py)."""
+    return next((isa for isa in reversed(machine_isas()) if isa is not Isa.AMX or tiles_win()), None)
 
 
 @cache
@@ -164,6 +165,11 @@ def tile_facts() -> dict[str, list[int]]:
         return dict(read_json(tile_file()))
     except (OSError, ValueError, TypeError):
         return {}
+
+
+def tiles_win() -> bool:
+    """Return whether a start has found that tiles have the sums expected, and win with some format."""
+    return min(tile_facts().get(processor_name(), ()), default=NEVER) < NEVER
 
 
 def tile_file() -> Path:

@@ -9,11 +9,11 @@ enum {
     GROUP = W == 16 ? 12 : W == 8 ? 3 : 2, /* rows, times PANEL / W vectors, that registers hold as sums */
     MOST_ROWS = HAS_TILES ? 2 * TILE_ROWS : GROUP, /* of a group */
     SLICE = 320,                           /* lanes at most: 40 KiB of a panel */
-    TILE_SLICE = 160,                      /* beside groups of 32 rows, which take as much of the cache as the slice */
+    TILE_SLICE = 128,                      /* beside groups of 32 rows, which take as much of the cache as the slice */
     BLOCK_GROUPS = 16,                     /* groups whose sums are kept on the stack, */
     BLOCK_PANELS = HAS_TILES ? 8 : 1,      /* for so many panels */
     BLOCK_SUMS = BLOCK_GROUPS * MOST_ROWS * PANEL,
-    KEPT_BYTES = 3 << 19,                  /* of packed rows that stay in the second cache while panels pass */
+    KEPT_BYTES = 3 << 18,                  /* of packed rows that stay in the second cache while panels pass */
     LINES_AHEAD = 8,                       /* cache lines to fetch during 4 lanes: as many as these are */
     TILE_LANES = 16,                       /* of a tile of x or of a panel */
     NEAR = 4096,                           /* bytes ahead that a group alone fetches */
@@ -47,6 +47,15 @@ INLINE size_t gemm_row_bytes(const struct gemm_args *a) {
 }
 
 int64_t gemm_block_panels(void) { return BLOCK_PANELS; }
+
+/* As many as stay in the second cache while panels pass, but enough for the panels that come from memory. */
+int64_t gemm_block_groups(const struct gemm_args *a) {
+    if (most_rows(a) != MOST_ROWS || !HAS_TILES) return BLOCK_GROUPS;
+    int64_t kept = (int64_t)(KEPT_BYTES / (MOST_ROWS * gemm_row_bytes(a)));
+    return kept > BLOCK_GROUPS ? BLOCK_GROUPS : kept > BLOCK_GROUPS / 2 ? kept : BLOCK_GROUPS / 2;
+}
+
+int32_t gemm_goes_by_rows(const struct gemm_args *a) { return HAS_TILES && most_rows(a) == MOST_ROWS; }
 
 size_t gemm_rows_bytes(const struct gemm_args *a) { return (size_t)a->m * gemm_row_bytes(a); }
 
@@ -134,7 +143,7 @@ INLINE void panel_dot(enum kind kind, int R, const uint32_t *panel, const char *
 
 /* The same for up to two tiles of rows, and lanes that fill whole tiles, or one in part. */
 INLINE void panel_dot_tiles(int64_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums, int is_first,
-                            const char *ahead, size_t lines, struct tile_shapes *shapes) {
+                            const char *ahead, size_t lines, uint64_t *shapes) {
     const size_t low = num < TILE_ROWS ? (size_t)num : TILE_ROWS, high = (size_t)num - low, width = PANEL * 4;
     shape_products(shapes, (size_t)num, lanes < TILE_LANES ? lanes : TILE_LANES);
     float *last = sums + low * PANEL;
@@ -159,6 +168,38 @@ INLINE void panel_dot_tiles(int64_t num, const uint32_t *panel, const char *rows
     }
     tile_store(0, sums, width), tile_store(1, sums + TILE_ROWS, width);
     if (high) tile_store(2, last, width), tile_store(3, last + TILE_ROWS, width);
+}
+
+/* The same for one row, by vectors in the order of tiles: a stream of vectors is read faster. Never inlined: compilers move
+ * arithmetic across the change of what becomes of denormals. */
+__attribute__((noinline)) static void row_dot(const uint32_t *panel, const uint32_t *row, size_t lanes, float *sums, const char *ahead,
+                                              size_t lines) {
+    vf acc[PANEL / W];
+    UNROLL for (int v = 0; v < PANEL / W; v++) acc[v] = load_f(sums + v * W);
+    for (size_t l = 0; l < lanes; l += TILE_LANES) {
+        vf even[PANEL / W] = {0}, odd[PANEL / W] = {0};
+        const size_t end = lanes - l < TILE_LANES ? lanes : l + TILE_LANES;
+        for (size_t i = l; i < end; i++, panel += PANEL) {
+            if (i % 4 == 0)
+                for (size_t line = 0; line < lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+            const vu both = splat_u(row[i]);
+            UNROLL for (int v = 0; v < PANEL / W; v++) {
+                const vu lane = load_u(panel + v * W);
+                even[v] = fused((vf)(both << 16), (vf)(lane << 16), even[v]);
+                odd[v] = fused((vf)(both & 0xffff0000), (vf)(lane & 0xffff0000), odd[v]);
+            }
+        }
+        UNROLL for (int v = 0; v < PANEL / W; v++) acc[v] += even[v] + odd[v];
+    }
+    UNROLL for (int v = 0; v < PANEL / W; v++) store_f(sums + v * W, acc[v]);
+}
+
+static void row_dot_tiles(const uint32_t *panel, const char *row, size_t lanes, float *sums, int is_first, const char *ahead,
+                          size_t lines) {
+    if (is_first) memset(sums, 0, PANEL * sizeof *sums);
+    const unsigned before = flush_denormals();
+    row_dot(panel, (const uint32_t *)row, lanes, sums, ahead, lines);
+    restore_denormals(before);
 }
 
 #define EACH_GROUP_SIZE(do) do(1) do(2) do(3) do(4) do(5) do(6) do(7) do(8) do(9) do(10) do(11) do(12)
@@ -219,16 +260,27 @@ static void add_low_rank(const struct gemm_args *a, int64_t first, int64_t num_r
     }
 }
 
-/* The address of one row's results of a panel. */
-INLINE char *gemm_target(const struct gemm_args *a, int64_t row, int64_t panel) {
+/* Between products on tiles rows go from panels into groups at once: the same rows are a group of both. */
+int32_t gemm_packs_for(const struct linear *w, const struct linear *next) {
+    const struct gemm_args a = {.w = *w};
+    return HAS_TILES && w->format == WEIGHT_BF16 && next->format == WEIGHT_BF16 && kind_of_weight(&a) == KIND_TILES &&
+           next->k == num_columns_of(w) && next->k % (2 * TILE_LANES) == 0;
+}
+
+/* The address of the results of a panel of row `r` of a group of `num` that begins with row `first`. */
+INLINE char *gemm_target(const struct gemm_args *a, int64_t first, int64_t num, int64_t r, int64_t panel) {
     int64_t column = panel * panel_columns_of(&a->w);
-    return (char *)a->y + (size_t)(row * a->y_stride + column) * size_of(a->y_dtype);
+    if (HAS_TILES && a->next) {
+        int64_t tile = column / (2 * TILE_LANES), rest = column % (2 * TILE_LANES);
+        return (char *)a->y + (size_t)(first * a->next->k + (tile * num + r) * 2 * TILE_LANES + rest) * 2;
+    }
+    return (char *)a->y + (size_t)((first + r) * a->y_stride + column) * size_of(a->y_dtype);
 }
 
 /* Prefetch the lines that the results are written to: rows are pages apart. */
-INLINE void gemm_prepare(const struct gemm_args *a, int64_t first_row, int64_t num_rows, int64_t panel) {
-    for (int64_t r = first_row; r < first_row + num_rows; r++) {
-        char *y = gemm_target(a, r, panel);
+INLINE void gemm_prepare(const struct gemm_args *a, int64_t first, int64_t num, int64_t panel) {
+    for (int64_t r = 0; r < num; r++) {
+        char *y = gemm_target(a, first, num, r, panel);
         __builtin_prefetch(y, 1);
         __builtin_prefetch(y + (is_gated(a->w.activation) ? 31 : 64), 1);
     }
@@ -243,7 +295,7 @@ INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t
     up_bias.at += (size_t)(a->w.n / 2);
     for (int64_t r = 0; r < num_rows; r++) {
         const float *from = sums + r * PANEL;
-        struct view y = {gemm_target(a, first_row + r, panel), 0, y_dtype};
+        struct view y = {gemm_target(a, first_row, num_rows, r, panel), 0, y_dtype};
         for (int64_t i = 0; i < num_columns; i += W) {
             vf sum = load_f(from + i);
             if (a->w.bias) sum += get(bias, i, num_columns);
@@ -291,7 +343,7 @@ INLINE int64_t block_panels(const struct gemm_args *a, const struct gemm_share *
 
 /* The same on tiles: a part of a panel is unpacked once for all groups. */
 static void multiply_part(const struct gemm_args *a, const struct gemm_share *share, int64_t p, int64_t b, float *sums,
-                          struct tile_shapes *shapes) {
+                          uint64_t *shapes) {
     int64_t num_blocks = quant_num_blocks(a->w.k), block_start = gemm_group_start(a, share->group_begin);
     struct unpacked part;
     unpack(&a->w, p, b, &part);
@@ -312,7 +364,7 @@ static void multiply_part(const struct gemm_args *a, const struct gemm_share *sh
 static void gemm_quantised_tiles(const struct gemm_args *a, const struct gemm_share *share) {
     const int64_t most = block_panels(a, share);
     ALIGNED float sums[most * BLOCK_SUMS];
-    struct tile_shapes shapes = {0};
+    uint64_t shapes = 0;
     for (int64_t p = share->panel_begin, end; p < share->panel_end; p = end) {
         end = p + most < share->panel_end ? p + most : share->panel_end;
         for (int64_t b = 0; b < quant_num_blocks(a->w.k); b += SUPER)
@@ -335,16 +387,17 @@ struct slice {
 };
 
 static void multiply_slice(const struct gemm_args *a, const struct gemm_share *share, int64_t p, struct slice s, float *sums,
-                           struct tile_shapes *shapes) {
+                           uint64_t *shapes) {
     int64_t block_start = gemm_group_start(a, share->group_begin);
     int is_last = s.at + s.num == (size_t)a->w.k / 2;
     for (int64_t g = share->group_begin; g < share->group_end; g++) {
         int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
-        if (is_last) gemm_prepare(a, first, num_rows, p);
+        if (is_last && !a->next) gemm_prepare(a, first, num_rows, p);
         const char *rows = (const char *)a->rows + (size_t)first * gemm_row_bytes(a) + s.at * (size_t)num_rows * 4;
         float *done = sums + (first - block_start) * PANEL;
         size_t lines = (g - share->group_begin) * (int64_t)s.lines < LINES_AHEAD ? s.lines : 0;
-        panel_dot_tiles(num_rows, s.from, rows, s.num, done, s.at == 0, s.ahead, lines, shapes);
+        if (num_rows == 1) row_dot_tiles(s.from, rows, s.num, done, s.at == 0, s.ahead, lines);
+        else panel_dot_tiles(num_rows, s.from, rows, s.num, done, s.at == 0, s.ahead, lines, shapes);
         s.ahead += s.num / 4 * s.lines * 64;
         if (!is_last) continue;
         if (a->addends) add_low_rank(a, first, num_rows, p, done);
@@ -358,7 +411,7 @@ static void gemm_tiles(const struct gemm_args *a, const struct gemm_share *share
     const int64_t num_groups = share->group_end - share->group_begin, most = block_panels(a, share);
     const size_t most_lanes = num_groups > 1 ? TILE_SLICE : lanes, lines = lines_ahead(a, num_groups);
     ALIGNED float sums[most * BLOCK_SUMS];
-    struct tile_shapes shapes = {0};
+    uint64_t shapes = 0;
     for (int64_t p = share->panel_begin, end; p < share->panel_end; p = end) {
         const uint32_t *panel = (const uint32_t *)a->w.packed + (size_t)p * lanes * PANEL;
         end = p + most < share->panel_end ? p + most : share->panel_end;
@@ -403,7 +456,7 @@ void gemm(const struct gemm_args *a, const struct gemm_share *share) {
             for (int64_t g = share->group_begin; g < share->group_end; g++) {
                 int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
                 int is_last = at + num == lanes;
-                if (is_last) gemm_prepare(a, first, num_rows, p);
+                if (is_last && !a->next) gemm_prepare(a, first, num_rows, p);
                 const char *rows = (const char *)a->rows + (size_t)first * gemm_row_bytes(a);
                 rows += at * (size_t)num_rows * row_lane_bytes(kind);
                 float *done = sums + (first - block_start) * PANEL;

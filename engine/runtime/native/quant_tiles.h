@@ -112,7 +112,7 @@ INLINE void add_scaled(int count, int has_min, const struct unpacked *w, int64_t
 
 /* sums [num][PANEL] += rows . the blocks of a panel from `first` on, for up to two tiles of rows. */
 static void quant_dot_tiles(const struct unpacked *w, int64_t first, size_t num, struct quant_group x, float *sums,
-                            struct tile_shapes *shapes) {
+                            uint64_t *shapes) {
     const int groups = QBLOCK / w->group;
     shape_products(shapes, num, (size_t)w->group / 4);
     ALIGNED int32_t dots[2 * SCALED][2 * TILE_ROWS * PANEL];

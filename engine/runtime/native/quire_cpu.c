@@ -99,7 +99,9 @@ static void run_gemm(const void *context, int64_t begin, int64_t end) {
     while (begin < end) {
         const struct gemm_job *job = job_of(all->jobs, all->num, begin);
         int64_t number = begin - job->first, num = job->num_blocks > 1 ? 1 : end - begin, most = job->panels_per_block;
-        int64_t panel = number / job->num_blocks * most, group = number % job->num_blocks * job->groups_per_block;
+        int64_t part = number / job->num_blocks, block = number % job->num_blocks;
+        if (gemm_goes_by_rows(&job->args)) part = number % job->num_parts, block = number / job->num_parts;
+        int64_t panel = part * most, group = block * job->groups_per_block;
         struct gemm_share share = {panel, panel + num * most, group, group + job->groups_per_block};
         if (share.panel_end > num_panels_of(job)) share.panel_end = num_panels_of(job);
         if (share.group_end > job->num_groups) share.group_end = job->num_groups;
@@ -108,20 +110,19 @@ static void run_gemm(const void *context, int64_t begin, int64_t end) {
     }
 }
 
-enum { MAX_BLOCK_GROUPS = 16 };
-
 /* Cut a job into shares, `enough` if there are as many. */
 static int64_t cut(struct gemm_job *job, int64_t first, int64_t enough) {
     int64_t num_panels = num_panels_of(job);
     job->first = first;
     job->num_groups = gemm_num_groups(&job->args);
-    job->groups_per_block = MAX_BLOCK_GROUPS;
+    job->groups_per_block = gemm_block_groups(&job->args);
     while (job->groups_per_block > 1 && num_panels * ((job->num_groups - 1) / job->groups_per_block + 1) < enough)
         job->groups_per_block /= 2;
     job->num_blocks = (job->num_groups - 1) / job->groups_per_block + 1;
     job->panels_per_block = job->num_blocks > 1 ? gemm_block_panels() : 1;
     while (job->panels_per_block > 1 && num_panels / job->panels_per_block * job->num_blocks < enough) job->panels_per_block /= 2;
-    return ((num_panels - 1) / job->panels_per_block + 1) * job->num_blocks;
+    job->num_parts = (num_panels - 1) / job->panels_per_block + 1;
+    return job->num_parts * job->num_blocks;
 }
 
 void multiply_all(struct gemm_job *jobs, int64_t num_jobs) {
@@ -178,10 +179,10 @@ static void run_heads(const void *context, int64_t begin, int64_t end) {
             atomic_store(&job->out_of_memory, 1);
             return;
         }
-        int64_t num_groups = gemm_num_groups(&one);
+        int64_t num_groups = gemm_num_groups(&one), most = gemm_block_groups(&one);
         gemm_pack_rows(&one, 0, num_groups);
-        for (int64_t group = 0; group < num_groups; group += MAX_BLOCK_GROUPS) {
-            int64_t after = group + MAX_BLOCK_GROUPS < num_groups ? group + MAX_BLOCK_GROUPS : num_groups;
+        for (int64_t group = 0; group < num_groups; group += most) {
+            int64_t after = group + most < num_groups ? group + most : num_groups;
             gemm(&one, &(struct gemm_share){0, (w->n + PANEL - 1) / PANEL, group, after});
         }
         free(one.rows);

@@ -228,6 +228,7 @@ SHARED struct gemm_args {
     int64_t m, x_stride, y_stride;
     int32_t y_dtype;
     const struct addend *addends; /* [m], or NULL */
+    const struct linear *next;    /* y is packed for its product with this weight (gemm_packs_for); NULL: y has rows */
 };
 
 /* Each head's product with its matrix: y[:, h] = x[:, h] heads[h]^T. Heads lie `x_step` and `y_step` numbers apart. */
@@ -247,7 +248,7 @@ struct gemm_share {
  * one panel, or of a few, together: threads that work at the same time then read the same weights. */
 struct gemm_job {
     struct gemm_args args;
-    int64_t num_groups, groups_per_block, num_blocks, panels_per_block;
+    int64_t num_groups, groups_per_block, num_blocks, panels_per_block, num_parts; /* parts: of the panels */
     int64_t first; /* number of its first share, or group, among those of all jobs */
 };
 
@@ -379,9 +380,12 @@ void attend_merge(const struct attend_args *, const struct attend_task *parts, i
 /* A product, its rows packed in groups. */
 int64_t gemm_num_groups(const struct gemm_args *);
 int64_t gemm_block_panels(void); /* that a share has together, where groups of rows are several blocks */
+int64_t gemm_block_groups(const struct gemm_args *);
+int32_t gemm_goes_by_rows(const struct gemm_args *); /* all panels of a block of groups come before the next block */
 size_t gemm_rows_bytes(const struct gemm_args *);
 void gemm_pack_group(const struct gemm_args *, int64_t group, const void *x_rows, int64_t stride);
 range_work gemm_pack_rows;
+int32_t gemm_packs_for(const struct linear *, const struct linear *next); /* whether a product can be packed for the next one */
 void gemm_gather(const struct gemm_args *, int64_t group, const char *alone, const int32_t *rows);
 extern const int32_t pairs_are_wide; /* rows of bfloat16 are packed as float32 */
 void gemm(const struct gemm_args *, const struct gemm_share *);

@@ -57,16 +57,31 @@ INLINE void tile_shape(struct tile_shapes *shapes, int tile, size_t rows, size_t
 
 #endif
 
-/* Give the registers these shapes, unless they have them. */
-INLINE void tile_reshape(struct tile_shapes *now, const struct tile_shapes *wanted) {
-    if (!memcmp(now, wanted, sizeof *now)) return;
-    *now = *wanted;
-    tile_configure(now);
+/* Vectors that sum as tiles do take denormals as zero, and make none. Returns what restore_denormals needs. */
+INLINE unsigned flush_denormals(void) {
+#ifdef TILES
+    enum { DENORMALS_ARE_ZERO = 0x8040 }; /* inputs and results */
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | DENORMALS_ARE_ZERO);
+    return before;
+#else
+    return 0;
+#endif
+}
+
+INLINE void restore_denormals(unsigned before) {
+    (void)before;
+#ifdef TILES
+    _mm_setcsr(before);
+#endif
 }
 
 /* Shapes for products of up to two tiles of rows with a panel's two, of `lanes` of four bytes: registers 0 to 3 hold sums, 4 and 5
- * rows, 6 and 7 weights. */
-INLINE void shape_products(struct tile_shapes *now, size_t num_rows, size_t lanes) {
+ * rows, 6 and 7 weights. `now` names the shapes that registers have; 0: none. */
+INLINE void shape_products(uint64_t *now, size_t num_rows, size_t lanes) {
+    const uint64_t name = num_rows << 8 | lanes;
+    if (*now == name) return;
+    *now = name;
     const size_t low = num_rows < TILE_ROWS ? num_rows : TILE_ROWS, high = num_rows - low;
     struct tile_shapes wanted = {0};
     for (int column = 0; column < 2; column++) {
@@ -76,7 +91,7 @@ INLINE void shape_products(struct tile_shapes *now, size_t num_rows, size_t lane
     }
     tile_shape(&wanted, 4, low, lanes * 4);
     tile_shape(&wanted, 5, high, lanes * 4);
-    tile_reshape(now, &wanted);
+    tile_configure(&wanted);
 }
 
 #endif

@@ -1,4 +1,4 @@
-"""What AMX's tiles are worth on this machine, measured at the first start that asks for them.
+"""What AMX's tiles are worth on this machine, measured at the first start that may use them.
 
 Sums of bfloat16 must have the order that was measured on a Xeon, and products of quantised weights the bits that they have
 without tiles. Where they do not, or tiles win with no format, the log says so. Engine thread.
@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.native.build import Isa, OnCompiled, machine_isas, tile_facts, tile_file
+from engine.runtime.native.build import NEVER, Isa, OnCompiled, machine_isas, tile_facts, tile_file, tiles_win
 from engine.runtime.native.library import DTYPES, GemmArgs, Library, LinearArgs, WeightFormat, choose_kernels, native
 from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, rows_of
 from engine.system.cache_folder import keep
 from engine.system.host_limits import processor_name
 
-NEVER = 1 << 40  # rows
 _LEAST_NORMAL = 2.0**-126  # of float32; what is smaller is 0 on tiles
 _NUM_OUTPUTS, _NUM_INPUTS = 128, 1024
 _ROWS = (32, 16, 8, 4, 2, 1)
@@ -30,8 +29,8 @@ _REPEATS = 5
 _log = logging.getLogger(__name__)
 
 
-def prove_tiles(on_compiled: OnCompiled = lambda *_: None) -> None:
-    """Measure from how many rows tiles win here, if no start has, and log it if they never do."""
+def prove_tiles(on_compiled: OnCompiled = lambda *_: None, *, is_asked: bool) -> None:
+    """Measure from how many rows tiles win here, if no start has, and warn if they never do, but were asked for."""
     if Isa.AMX not in machine_isas():
         return
     if processor_name() not in tile_facts():
@@ -40,11 +39,8 @@ def prove_tiles(on_compiled: OnCompiled = lambda *_: None) -> None:
             if (library := native()) is not None:
                 tile_facts()[processor_name()] = measure_tiles(library)
                 keep(tile_file(), json.dumps(tile_facts()))
-    if min(tile_facts().get(processor_name(), ()), default=0) >= NEVER:
-        _log.warning(
-            "AMX is of no use here: its sums differ from those expected, or are slower than AVX-512's; leave "
-            "--cpu-kernels out"
-        )
+    if is_asked and processor_name() in tile_facts() and not tiles_win():
+        _log.warning("AMX is of no use here: its sums differ from those expected, or are slower than AVX-512's")
 
 
 def measure_tiles(library: Library) -> list[int]:

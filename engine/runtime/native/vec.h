@@ -183,6 +183,15 @@ INLINE float largest_of(vf magnitudes) {
     return value;
 }
 
+/* a * b + c, rounded once where tiles sum so. */
+INLINE vf fused(vf a, vf b, vf c) {
+#ifdef TILES
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE vf magnitude_of(vf x) { return (vf)((vu)x & 0x7fffffff); }
 
 /* float16 bits in the low half of each lane -> float32. */
