@@ -9,7 +9,7 @@ enum {
     GROUP = W == 16 ? 12 : W == 8 ? 3 : 2, /* rows, times PANEL / W vectors, that registers hold as sums */
     MOST_ROWS = HAS_TILES ? 2 * TILE_ROWS : GROUP, /* of a group */
     SLICE = 320,                           /* lanes at most: 40 KiB of a panel */
-    TILE_SLICE = 128,                      /* beside groups of 32 rows, which take as much of the cache as the slice */
+    TILE_SLICE = 96,                       /* beside groups of 32 rows, which take as much of the cache as the slice */
     BLOCK_GROUPS = 16,                     /* groups whose sums are kept on the stack, */
     BLOCK_PANELS = HAS_TILES ? 8 : 1,      /* for so many panels */
     BLOCK_SUMS = BLOCK_GROUPS * MOST_ROWS * PANEL,
@@ -141,47 +141,58 @@ INLINE void panel_dot(enum kind kind, int R, const uint32_t *panel, const char *
         UNROLL for (int v = 0; v < PANEL / W; v++) store_f(sums + r * PANEL + v * W, acc[r][v]);
 }
 
+/* What a product on tiles fetches beside each tile of lanes: `num` lines, `step` bytes apart, from `from` on. */
+struct ahead {
+    const char *from;
+    size_t num, step;
+};
+
 /* The same for up to two tiles of rows, and lanes that fill whole tiles, or one in part. */
-INLINE void panel_dot_tiles(int64_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums, int is_first,
-                            const char *ahead, size_t lines, uint64_t *shapes) {
-    const size_t low = num < TILE_ROWS ? (size_t)num : TILE_ROWS, high = (size_t)num - low, width = PANEL * 4;
-    shape_products(shapes, (size_t)num, lanes < TILE_LANES ? lanes : TILE_LANES);
-    float *last = sums + low * PANEL;
+INLINE void panel_dot_tiles(int is_high, size_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums,
+                            int is_first, struct ahead ahead) {
+    const size_t width = PANEL * 4;
+    float *last = sums + TILE_ROWS * PANEL;
     if (is_first) {
         tile_zero(0), tile_zero(1);
-        if (high) tile_zero(2), tile_zero(3);
+        if (is_high) tile_zero(2), tile_zero(3);
     } else {
         tile_load(0, sums, width), tile_load(1, sums + TILE_ROWS, width);
-        if (high) tile_load(2, last, width), tile_load(3, last + TILE_ROWS, width);
+        if (is_high) tile_load(2, last, width), tile_load(3, last + TILE_ROWS, width);
     }
     for (size_t l = 0; l < lanes; l += TILE_LANES, rows += num * TILE_BYTES, panel += TILE_LANES * PANEL) {
-        for (size_t i = 0; i < lines * TILE_LANES / 4; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        for (size_t i = 0; i < ahead.num; i++, ahead.from += ahead.step) __builtin_prefetch(ahead.from, 0, 2);
         tile_load(4, rows, TILE_BYTES);
         tile_load(6, panel, width);
         tile_load(7, panel + PANEL / 2, width);
         tile_dot_bf16(0, 4, 6);
         tile_dot_bf16(1, 4, 7);
-        if (!high) continue;
+        if (!is_high) continue;
         tile_load(5, rows + TILE_ROWS * TILE_BYTES, TILE_BYTES);
         tile_dot_bf16(2, 5, 6);
         tile_dot_bf16(3, 5, 7);
     }
     tile_store(0, sums, width), tile_store(1, sums + TILE_ROWS, width);
-    if (high) tile_store(2, last, width), tile_store(3, last + TILE_ROWS, width);
+    if (is_high) tile_store(2, last, width), tile_store(3, last + TILE_ROWS, width);
+}
+
+static void panel_dot_group_tiles(size_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums, int is_first,
+                                  struct ahead ahead, uint64_t *shapes) {
+    shape_products(shapes, num, lanes < TILE_LANES ? lanes : TILE_LANES);
+    if (num > TILE_ROWS) panel_dot_tiles(1, num, panel, rows, lanes, sums, is_first, ahead);
+    else panel_dot_tiles(0, num, panel, rows, lanes, sums, is_first, ahead);
 }
 
 /* The same for one row, by vectors in the order of tiles: a stream of vectors is read faster. Never inlined: compilers move
  * arithmetic across the change of what becomes of denormals. */
-__attribute__((noinline)) static void row_dot(const uint32_t *panel, const uint32_t *row, size_t lanes, float *sums, const char *ahead,
-                                              size_t lines) {
+__attribute__((noinline)) static void row_dot(const uint32_t *panel, const uint32_t *row, size_t lanes, float *sums) {
     vf acc[PANEL / W];
     UNROLL for (int v = 0; v < PANEL / W; v++) acc[v] = load_f(sums + v * W);
     for (size_t l = 0; l < lanes; l += TILE_LANES) {
         vf even[PANEL / W] = {0}, odd[PANEL / W] = {0};
         const size_t end = lanes - l < TILE_LANES ? lanes : l + TILE_LANES;
         for (size_t i = l; i < end; i++, panel += PANEL) {
-            if (i % 4 == 0)
-                for (size_t line = 0; line < lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+            __builtin_prefetch((const char *)panel + NEAR, 0, 2);
+            __builtin_prefetch((const char *)panel + NEAR + 64, 0, 2);
             const vu both = splat_u(row[i]);
             UNROLL for (int v = 0; v < PANEL / W; v++) {
                 const vu lane = load_u(panel + v * W);
@@ -194,11 +205,10 @@ __attribute__((noinline)) static void row_dot(const uint32_t *panel, const uint3
     UNROLL for (int v = 0; v < PANEL / W; v++) store_f(sums + v * W, acc[v]);
 }
 
-static void row_dot_tiles(const uint32_t *panel, const char *row, size_t lanes, float *sums, int is_first, const char *ahead,
-                          size_t lines) {
+static void row_dot_tiles(const uint32_t *panel, const char *row, size_t lanes, float *sums, int is_first) {
     if (is_first) memset(sums, 0, PANEL * sizeof *sums);
     const unsigned before = flush_denormals();
-    row_dot(panel, (const uint32_t *)row, lanes, sums, ahead, lines);
+    row_dot(panel, (const uint32_t *)row, lanes, sums);
     restore_denormals(before);
 }
 
@@ -382,8 +392,8 @@ INLINE size_t lines_ahead(const struct gemm_args *a, int64_t num_groups) {
 /* A slice of a panel: `num` lanes from `at` on, and what is fetched meanwhile. */
 struct slice {
     const uint32_t *from;
-    const char *ahead;
-    size_t at, num, lines;
+    struct ahead ahead;
+    size_t at, num;
 };
 
 static void multiply_slice(const struct gemm_args *a, const struct gemm_share *share, int64_t p, struct slice s, float *sums,
@@ -395,35 +405,42 @@ static void multiply_slice(const struct gemm_args *a, const struct gemm_share *s
         if (is_last && !a->next) gemm_prepare(a, first, num_rows, p);
         const char *rows = (const char *)a->rows + (size_t)first * gemm_row_bytes(a) + s.at * (size_t)num_rows * 4;
         float *done = sums + (first - block_start) * PANEL;
-        size_t lines = (g - share->group_begin) * (int64_t)s.lines < LINES_AHEAD ? s.lines : 0;
-        if (num_rows == 1) row_dot_tiles(s.from, rows, s.num, done, s.at == 0, s.ahead, lines);
-        else panel_dot_tiles(num_rows, s.from, rows, s.num, done, s.at == 0, s.ahead, lines, shapes);
-        s.ahead += s.num / 4 * s.lines * 64;
+        if (num_rows == 1) row_dot_tiles(s.from, rows, s.num, done, s.at == 0);
+        else panel_dot_group_tiles((size_t)num_rows, s.from, rows, s.num, done, s.at == 0, s.ahead, shapes);
+        s.ahead.from += s.num / TILE_LANES * s.ahead.num * s.ahead.step;
         if (!is_last) continue;
         if (a->addends) add_low_rank(a, first, num_rows, p, done);
         gemm_finish(a, done, first, num_rows, p);
     }
 }
 
+/* What is fetched during a slice whose next one is `next`: all of that, each group a part; by a group alone, which meets memory as
+ * it comes, a line here and there of what is just ahead, for which the machine fetches the others. */
+INLINE struct ahead ahead_of(const uint32_t *slice, const uint32_t *next, int64_t num_groups) {
+    enum { LINES = TILE_LANES * PANEL * 4 / 64 };
+    if (num_groups == 1) return (struct ahead){(const char *)slice + NEAR, LINES / 8, 8 * 64};
+    return (struct ahead){(const char *)next, (size_t)((LINES - 1) / num_groups + 1), 64};
+}
+
 /* Pairs of bfloat16 on tiles. */
 static void gemm_tiles(const struct gemm_args *a, const struct gemm_share *share) {
     const size_t lanes = (size_t)a->w.k / 2, rest = lanes > TILE_LANES ? lanes % TILE_LANES : 0; /* a slice of its own */
     const int64_t num_groups = share->group_end - share->group_begin, most = block_panels(a, share);
-    const size_t most_lanes = num_groups > 1 ? TILE_SLICE : lanes, lines = lines_ahead(a, num_groups);
+    const size_t num_slices = (lanes - 1) / TILE_SLICE + 1; /* of about one size */
+    const size_t slice_lanes = ((lanes - rest - 1) / num_slices / TILE_LANES + 1) * TILE_LANES;
     ALIGNED float sums[most * BLOCK_SUMS];
     uint64_t shapes = 0;
     for (int64_t p = share->panel_begin, end; p < share->panel_end; p = end) {
         const uint32_t *panel = (const uint32_t *)a->w.packed + (size_t)p * lanes * PANEL;
         end = p + most < share->panel_end ? p + most : share->panel_end;
         for (size_t at = 0, num; at < lanes; at += num) {
-            size_t left = at < lanes - rest ? lanes - rest - at : rest;
-            num = left < most_lanes ? left : most_lanes;
+            const size_t left = at < lanes - rest ? lanes - rest - at : rest;
+            num = num_groups > 1 && left > slice_lanes ? slice_lanes : left;
             const uint32_t *from = panel + at * PANEL, *next = panel + (size_t)(end - p) * lanes * PANEL;
             if (at + num < lanes) next = from + num * PANEL;
             for (int64_t i = p; i < end; i++, from += lanes * PANEL) {
-                const uint32_t *ahead = num_groups == 1 ? from + NEAR / 4 : i + 1 < end ? from + lanes * PANEL : next;
-                struct slice slice = {from, (const char *)ahead, at, num, lines};
-                multiply_slice(a, share, i, slice, sums + (i - p) * BLOCK_SUMS, &shapes);
+                struct ahead ahead = ahead_of(from, i + 1 < end ? from + lanes * PANEL : next, num_groups);
+                multiply_slice(a, share, i, (struct slice){from, ahead, at, num}, sums + (i - p) * BLOCK_SUMS, &shapes);
             }
         }
     }
