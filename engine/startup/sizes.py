@@ -11,6 +11,8 @@ from engine.runtime.execution.device_memory import (
     measure_memory,
 )
 from engine.runtime.models.causal_lm import CausalLM
+from engine.runtime.native.build import Isa
+from engine.runtime.native.library import native
 from engine.runtime.pool.pool_size import PoolBudget, default_cpu_budget, fit_pool
 from engine.runtime.stores.pinned import STAGING_BYTES
 from engine.startup.parts import Parts
@@ -18,8 +20,8 @@ from engine.system.progress import human_bytes
 
 _MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 # On a CPU, prompts compute no faster beyond 128 tokens a step (SmolLM2-135M, two cores: 3400 a second at 128 and at 256),
-# and decoding sequences wait for the step: room for 384 prompt tokens beside 128 decoding sequences.
-_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+# and decoding sequences wait for the step: room for 384 prompt tokens beside 128 decoding sequences. On tiles they still do.
+_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "tiles": 1024, "cuda": 8192}
 
 
 def scheduler_config(parts: Parts) -> SchedulerConfig:
@@ -28,7 +30,9 @@ def scheduler_config(parts: Parts) -> SchedulerConfig:
     If only the sequences or only the tokens of a step are given, the other's default adjusts to them.
     """
     config, kind, speculation = parts.config, parts.device.type, parts.speculation
-    default_tokens = max(_MAX_NUM_BATCHED_TOKENS[kind], config.max_num_seqs or 0)
+    library = native() if kind == "cpu" else None
+    has_tiles = library is not None and library.isa is Isa.AMX
+    default_tokens = max(_MAX_NUM_BATCHED_TOKENS["tiles" if has_tiles else kind], config.max_num_seqs or 0)
     max_num_batched_tokens = config.max_num_batched_tokens or default_tokens
     max_num_seqs = config.max_num_seqs or min(_MAX_NUM_SEQS[kind], max_num_batched_tokens)
     max_model_len, is_whole = config.max_model_len or parts.model.max_model_len, parts.model.capabilities.both_ways

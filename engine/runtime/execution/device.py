@@ -13,6 +13,7 @@ from engine.core.errors import ConfigError
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.cuda.device import explain_absence
 from engine.runtime.models.causal_lm import CausalLM
+from engine.runtime.native.build import tiles_are_open
 from engine.runtime.native.library import choose_kernels, native
 from engine.system.host_limits import usable_cpus
 
@@ -46,7 +47,7 @@ def load_kernels(setting: str, report: ReportProgress, *, is_portable: bool = Fa
     def show(done: int, total: int) -> None:
         report(Progress("kernels", "" if done else detail, done, total, "files"))
 
-    if setting in ("amx", "auto") and not is_portable:
+    if not is_portable and (setting == "amx" or (setting == "auto" and tiles_are_open())):
         from engine.runtime.native.tiles import prove_tiles
 
         prove_tiles(show, is_asked=setting == "amx")

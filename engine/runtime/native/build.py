@@ -172,6 +172,11 @@ def tiles_win() -> bool:
     return min(tile_facts().get(processor_name(), ()), default=NEVER) < NEVER
 
 
+def tiles_are_open() -> bool:
+    """Return whether the machine has tiles, and no start has found what they are worth."""
+    return Isa.AMX in machine_isas() and processor_name() not in tile_facts()
+
+
 def tile_file() -> Path:
     """Return the file that keeps these facts of this library."""
     return cache_folder() / f"tiles-{source_digest()}.json"
