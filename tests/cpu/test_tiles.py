@@ -227,7 +227,7 @@ def test_tiles_that_win_are_taken(with_tiles: Library, monkeypatch: pytest.Monke
     monkeypatch.setattr(tiles, "repeat", lambda call, **_: [call() or next(clock)])
     clock = cycle((1.0, 2.0))
     found = tiles.measure_tiles(tile_model())
-    assert [rows for rows in found if rows < tiles.NEVER] == [1] * (len(WeightFormat) - 2)
+    assert [rows for rows in found if rows < tiles.NEVER] == [8] * (len(WeightFormat) - 2)
     assert best_isa() is not Isa.AMX  # which no start has proved
     load_kernels("auto", lambda _: None)
     assert native() is tile_model()
