@@ -6,7 +6,7 @@ enum products { SCORES, VALUES };
 /* Registers 0 to 3 hold sums, 4 queries, 5 weights, 6 keys, 7 values. What a head's size leaves behind the last whole tile has
  * smaller ones: `rest` lanes of scores take 5 for queries and 7 for keys, and `rest` columns of values 4 for sums and 6 for values. */
 INLINE void shape_attention(enum products products, size_t num, size_t rest, uint64_t *now) {
-    const uint64_t name = (uint64_t)products << 16 | num << 8 | rest;
+    const uint64_t name = (rest ? (uint64_t)(products + 1) << 16 : 0) | num << 8 | rest; /* without a rest both have the same */
     if (*now == name) return;
     *now = name;
     struct tile_shapes wanted = {0};

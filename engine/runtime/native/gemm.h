@@ -399,10 +399,12 @@ struct slice {
 static void multiply_slice(const struct gemm_args *a, const struct gemm_share *share, int64_t p, struct slice s, float *sums,
                            uint64_t *shapes) {
     int64_t block_start = gemm_group_start(a, share->group_begin);
-    int is_last = s.at + s.num == (size_t)a->w.k / 2;
+    const int is_last = s.at + s.num == (size_t)a->w.k / 2;
+    /* Lines of more groups would keep rows waiting. */
+    const int prepares = is_last && !a->next && share->group_end - share->group_begin < BLOCK_GROUPS / 2;
     for (int64_t g = share->group_begin; g < share->group_end; g++) {
         int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
-        if (is_last && !a->next) gemm_prepare(a, first, num_rows, p);
+        if (prepares) gemm_prepare(a, first, num_rows, p);
         const char *rows = (const char *)a->rows + (size_t)first * gemm_row_bytes(a) + s.at * (size_t)num_rows * 4;
         float *done = sums + (first - block_start) * PANEL;
         if (num_rows == 1) row_dot_tiles(s.from, rows, s.num, done, s.at == 0);
