@@ -86,6 +86,10 @@ class Executor(Ranks):
         self._descriptors = [ring, *wakers]
         given = {each.name: getattr(config, each.name) for each in fields(config)}
         changed = {each.name: given[each.name] for each in fields(config) if given[each.name] != each.default}
+        if config.cpu_kernels == "auto" and (library := native()) is not None:
+            changed["cpu_kernels"] = (
+                library.isa.name.lower()
+            )  # what tiles are worth may be in no file that other ranks could read
         spins = self.size <= processor_share()
         starts = [
             Start(

@@ -20,7 +20,7 @@ from engine.system.progress import human_bytes
 
 _MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 # On a CPU, prompts compute no faster beyond 128 tokens a step (SmolLM2-135M, two cores: 3400 a second at 128 and at 256),
-# and decoding sequences wait for the step: room for 384 prompt tokens beside 128 decoding sequences. On tiles they still do.
+# and decoding sequences wait for the step: room for 384 prompt tokens beside 128 decoding sequences. On tiles larger steps are faster.
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "tiles": 1024, "cuda": 8192}
 
 

@@ -33,6 +33,7 @@ from engine.loop import Engine
 from engine.ranks import executor, worker
 from engine.runtime.execution.packet import Kind, RankMessage, Step, decode, encode
 from engine.runtime.native.functions import GroupError
+from engine.runtime.native.library import native
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
 from engine.runtime.pool.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
@@ -558,6 +559,20 @@ def test_the_first_rank_learns_which_gpu_has_least_room(tmp_path: Path, monkeypa
         first._ring.send(encode(Kind.CLOSE))
         served.result(PATIENCE_S)
     assert held == [0.5]
+
+
+def test_all_ranks_have_the_first_ones_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each would choose: sums must have one order."""
+    starts: list[worker.Start] = []
+
+    def spawn(start: worker.Start) -> subprocess.Popen[str]:
+        starts.append(start)
+        return subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(executor, "_spawn", spawn)
+    executor.Executor(EngineConfig(model="", tensor_parallel_size=2), 1).close()
+    library = native()
+    assert starts[0].config.get("cpu_kernels") == (None if library is None else library.isa.name.lower())
 
 
 def test_a_rank_that_misses_another_while_it_loads_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

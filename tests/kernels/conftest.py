@@ -88,7 +88,7 @@ def tighten() -> None:
         return masked_load(self, pointers, mask, other, *rest)
 
     def promise(self: Any, name: str, values: Any) -> None:
-        """The interpreter does not check that numbers are multiples; a device loads many at once, and faults if they are not."""
+        """Check that a number divides as promised: a device then loads several values at once, and faults if it does not."""
         if name == "tt.divisibility" and (self.data % values[-1] != 0).any():
             raise AssertionError(f"{self.data.tolist()} are no multiples of {values[-1]}")
         set_attr(self, name, values)

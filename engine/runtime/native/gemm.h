@@ -48,14 +48,14 @@ INLINE size_t gemm_row_bytes(const struct gemm_args *a) {
 
 int64_t gemm_block_panels(void) { return BLOCK_PANELS; }
 
-/* As many as stay in the second cache while panels pass, but enough for the panels that come from memory. */
+int32_t gemm_goes_by_rows(const struct gemm_args *a) { return HAS_TILES && most_rows(a) == MOST_ROWS; }
+
+/* On tiles, as many as stay in the second cache while panels pass, and at least half of the most: each block reads all weights. */
 int64_t gemm_block_groups(const struct gemm_args *a) {
-    if (most_rows(a) != MOST_ROWS || !HAS_TILES) return BLOCK_GROUPS;
+    if (!gemm_goes_by_rows(a)) return BLOCK_GROUPS;
     int64_t kept = (int64_t)(KEPT_BYTES / (MOST_ROWS * gemm_row_bytes(a)));
     return kept > BLOCK_GROUPS ? BLOCK_GROUPS : kept > BLOCK_GROUPS / 2 ? kept : BLOCK_GROUPS / 2;
 }
-
-int32_t gemm_goes_by_rows(const struct gemm_args *a) { return HAS_TILES && most_rows(a) == MOST_ROWS; }
 
 size_t gemm_rows_bytes(const struct gemm_args *a) { return (size_t)a->m * gemm_row_bytes(a); }
 
@@ -270,11 +270,10 @@ static void add_low_rank(const struct gemm_args *a, int64_t first, int64_t num_r
     }
 }
 
-/* Between products on tiles rows go from panels into groups at once: the same rows are a group of both. */
+/* Two products on tiles have the same rows in each group, so the first can write its results where the second reads them. */
 int32_t gemm_packs_for(const struct linear *w, const struct linear *next) {
-    const struct gemm_args a = {.w = *w};
-    return HAS_TILES && w->format == WEIGHT_BF16 && next->format == WEIGHT_BF16 && kind_of_weight(&a) == KIND_TILES &&
-           next->k == num_columns_of(w) && next->k % (2 * TILE_LANES) == 0;
+    return HAS_TILES && w->format == WEIGHT_BF16 && next->format == WEIGHT_BF16 && next->k == num_columns_of(w) &&
+           next->k % (2 * TILE_LANES) == 0;
 }
 
 /* The address of the results of a panel of row `r` of a group of `num` that begins with row `first`. */
@@ -400,7 +399,7 @@ static void multiply_slice(const struct gemm_args *a, const struct gemm_share *s
                            uint64_t *shapes) {
     int64_t block_start = gemm_group_start(a, share->group_begin);
     const int is_last = s.at + s.num == (size_t)a->w.k / 2;
-    /* Lines of more groups would keep rows waiting. */
+    /* Beside a full block, rows would wait for the lines of results that are fetched. */
     const int prepares = is_last && !a->next && share->group_end - share->group_begin < BLOCK_GROUPS / 2;
     for (int64_t g = share->group_begin; g < share->group_end; g++) {
         int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;

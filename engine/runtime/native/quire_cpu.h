@@ -245,7 +245,8 @@ struct gemm_share {
 };
 
 /* A product with packed rows, as a part of the team's work. Shares are numbered panel by panel, the blocks of groups of
- * one panel, or of a few, together: threads that work at the same time then read the same weights. */
+ * one panel, or of a few, together: threads that work at the same time then read the same weights. On tiles all panels of a
+ * block come first: its rows stay in a core's second cache. */
 struct gemm_job {
     struct gemm_args args;
     int64_t num_groups, groups_per_block, num_blocks, panels_per_block, num_parts; /* parts: of the panels */
