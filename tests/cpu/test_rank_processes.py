@@ -41,7 +41,7 @@ from engine.runtime.pool.row_tables import RowTables
 from engine.settings.engine_config import EngineConfig
 from loadtest.fake_runner import FakeStep
 from tests.cpu import ranks
-from tests.cpu.test_engine_build import build, folder  # noqa: F401 - a fixture
+from tests.cpu.test_engine_build import FREE_DRAFTS, build, folder  # noqa: F401 - a fixture
 from tests.cpu.test_models_families import CASES, write_tiny
 from tests.patience import PATIENCE_S, eventually
 from tests.pure.driver import request
@@ -292,8 +292,9 @@ def test_two_ranks_say_what_one_says(folder: str) -> None:  # noqa: F811 - the f
     assert workers() == []
 
 
-def test_ranks_keep_the_inputs_of_drafts(tmp_path: Path) -> None:
+def test_ranks_keep_the_inputs_of_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer with recurrent state needs them in the next step; each rank has memory for its part."""
+    monkeypatch.setattr("engine.startup.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
     write_tiny(CASES["qwen3_5"], tmp_path)
     drafts = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'}
     prompt = (5, 6, 7, 8, 9) * 6
