@@ -27,6 +27,8 @@ static void tile_load(int tile, const void *from, size_t stride) {
         memcpy(tile_data[tile][r], (const char *)from + r * stride, tile_now.bytes[tile]);
 }
 
+static void tile_load_once(int tile, const void *from, size_t stride) { tile_load(tile, from, stride); }
+
 static void tile_store(int tile, void *to, size_t stride) {
     if (!tile_now.rows[tile]) __builtin_trap();
     for (size_t r = 0; r < tile_now.rows[tile]; r++)

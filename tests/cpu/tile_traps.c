@@ -48,6 +48,7 @@ static void on_trap(int signal, siginfo_t *info, void *context) {
     case 0x4900 | NO_PREFIX: tile_release(); break;
     case 0x4900 | PREFIX_F2: tile_zero(to); break;
     case 0x4b10 | PREFIX_F2: tile_load(to, (const void *)at, stride); break;
+    case 0x4b10 | PREFIX_66: tile_load_once(to, (const void *)at, stride); break;
     case 0x4b10 | PREFIX_F3: tile_store(to, (void *)at, stride); break;
     case 0x5c00 | PREFIX_F3: tile_dot_bf16(to, a, b); break;
     case 0x5e00 | PREFIX_F2: tile_dot_int8(to, a, b); break;

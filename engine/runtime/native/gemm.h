@@ -9,7 +9,9 @@ enum {
     GROUP = W == 16 ? 12 : W == 8 ? 3 : 2, /* rows, times PANEL / W vectors, that registers hold as sums */
     MOST_ROWS = HAS_TILES ? 2 * TILE_ROWS : GROUP, /* of a group */
     SLICE = 320,                           /* lanes at most: 40 KiB of a panel */
-    TILE_SLICE = 96,                       /* beside groups of 32 rows, which take as much of the cache as the slice */
+    TILE_SLICE = 256,                      /* the same on tiles, where rows are read past the first cache, */
+    SHORT_SLICE = 96,                      /* and beside few groups, which wait for the panel */
+    FEW_GROUPS = 5,
     BLOCK_GROUPS = 16,                     /* groups whose sums are kept on the stack, */
     BLOCK_PANELS = HAS_TILES ? 8 : 1,      /* for so many panels */
     BLOCK_SUMS = BLOCK_GROUPS * MOST_ROWS * PANEL,
@@ -141,16 +143,95 @@ INLINE void panel_dot(enum kind kind, int R, const uint32_t *panel, const char *
         UNROLL for (int v = 0; v < PANEL / W; v++) store_f(sums + r * PANEL + v * W, acc[r][v]);
 }
 
+/* Two products on tiles have the same rows in each group, so the first can write its results where the second reads them. */
+int32_t gemm_packs_for(const struct linear *w, const struct linear *next) {
+    return HAS_TILES && w->format == WEIGHT_BF16 && next->format == WEIGHT_BF16 && next->k == num_columns_of(w) &&
+           next->k % (2 * TILE_LANES) == 0;
+}
+
+/* The address of the results of a panel of row `r` of a group of `num` that begins with row `first`. */
+INLINE char *gemm_target(const struct gemm_args *a, int64_t first, int64_t num, int64_t r, int64_t panel) {
+    int64_t column = panel * panel_columns_of(&a->w);
+    if (HAS_TILES && a->next) {
+        int64_t tile = column / (2 * TILE_LANES), rest = column % (2 * TILE_LANES);
+        return (char *)a->y + (size_t)(first * a->next->k + (tile * num + r) * 2 * TILE_LANES + rest) * 2;
+    }
+    return (char *)a->y + (size_t)((first + r) * a->y_stride + column) * size_of(a->y_dtype);
+}
+
+/* Prefetch the lines that the results are written to: rows are pages apart. */
+INLINE void gemm_prepare(const struct gemm_args *a, int64_t first, int64_t num, int64_t panel) {
+    for (int64_t r = 0; r < num; r++) {
+        char *y = gemm_target(a, first, num, r, panel);
+        __builtin_prefetch(y, 1);
+        __builtin_prefetch(y + (is_gated(a->w.activation) ? 31 : 64), 1);
+    }
+}
+
+/* Rows of one panel whose sums are complete. */
+struct complete {
+    const float *sums;
+    int64_t panel, first, num, num_done;
+};
+
+/* Up to `most` more rows: sums, plus bias, perhaps activated, rounded into y. */
+INLINE void finish_as(const struct gemm_args *a, struct complete *c, int64_t most_rows, enum dtype y_dtype) {
+    int64_t most = panel_columns_of(&a->w), first = c->panel * most, rest = num_columns_of(&a->w) - first;
+    int64_t end = c->num_done + most_rows < c->num ? c->num_done + most_rows : c->num;
+    int64_t num_columns = rest < most ? rest : most;
+    struct view bias = {(void *)a->w.bias, (size_t)first, (enum dtype)a->w.dtype}, up_bias = bias;
+    up_bias.at += (size_t)(a->w.n / 2);
+    for (int64_t r = c->num_done; r < end; r++) {
+        const float *from = c->sums + r * PANEL;
+        struct view y = {gemm_target(a, c->first, c->num, r, c->panel), 0, y_dtype};
+        for (int64_t i = 0; i < num_columns; i += W) {
+            vf sum = load_f(from + i);
+            if (a->w.bias) sum += get(bias, i, num_columns);
+            if (a->w.activation == ACT_RELU2) {
+                sum = max_f(sum, splat(0));
+                sum *= sum;
+            } else if (a->w.activation == ACT_GELU_ALONE) {
+                sum = gelu(sum);
+            } else if (a->w.activation == ACT_GELU_TANH_ALONE) {
+                sum = activate(sum, ACT_GELU_TANH);
+            } else if (a->w.activation) {
+                vf up = load_f(from + PANEL / 2 + i);
+                if (a->w.bias) up += get(up_bias, i, num_columns);
+                sum = activate(sum, (enum activation)a->w.activation) * up;
+            }
+            put(y, i, num_columns, sum);
+        }
+    }
+    c->num_done = end;
+}
+
+static void finish_rows(const struct gemm_args *a, struct complete *c, int64_t most_rows) {
+    BY_TYPE(a->y_dtype, finish_as, a, c, most_rows);
+}
+
+static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t first, int64_t num, int64_t panel) {
+    finish_rows(a, &(struct complete){sums, panel, first, num, 0}, num);
+}
+
 /* What a product on tiles fetches beside each tile of lanes: `num` lines, `step` bytes apart, from `from` on. */
 struct ahead {
     const char *from;
     size_t num, step;
 };
 
+/* A product on tiles, which leave vectors free: they finish the rows of one group while the next one is multiplied. */
+struct tiling {
+    const struct gemm_args *a;
+    struct complete before;
+    uint64_t shapes; /* see shape_products */
+};
+
 /* The same for up to two tiles of rows, and lanes that fill whole tiles, or one in part. */
 INLINE void panel_dot_tiles(int is_high, size_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums,
-                            int is_first, struct ahead ahead) {
-    const size_t width = PANEL * 4;
+                            int is_first, struct ahead ahead, struct tiling *tiling) {
+    const size_t width = PANEL * 4, num_tiles = (lanes - 1) / TILE_LANES + 1;
+    struct complete *before = &tiling->before;
+    const int64_t at_once = (before->num - before->num_done + (int64_t)num_tiles - 1) / (int64_t)num_tiles;
     float *last = sums + TILE_ROWS * PANEL;
     if (is_first) {
         tile_zero(0), tile_zero(1);
@@ -161,13 +242,14 @@ INLINE void panel_dot_tiles(int is_high, size_t num, const uint32_t *panel, cons
     }
     for (size_t l = 0; l < lanes; l += TILE_LANES, rows += num * TILE_BYTES, panel += TILE_LANES * PANEL) {
         for (size_t i = 0; i < ahead.num; i++, ahead.from += ahead.step) __builtin_prefetch(ahead.from, 0, 2);
-        tile_load(4, rows, TILE_BYTES);
+        if (at_once) finish_rows(tiling->a, before, at_once);
+        tile_load_once(4, rows, TILE_BYTES);
         tile_load(6, panel, width);
         tile_load(7, panel + PANEL / 2, width);
         tile_dot_bf16(0, 4, 6);
         tile_dot_bf16(1, 4, 7);
         if (!is_high) continue;
-        tile_load(5, rows + TILE_ROWS * TILE_BYTES, TILE_BYTES);
+        tile_load_once(5, rows + TILE_ROWS * TILE_BYTES, TILE_BYTES);
         tile_dot_bf16(2, 5, 6);
         tile_dot_bf16(3, 5, 7);
     }
@@ -176,10 +258,10 @@ INLINE void panel_dot_tiles(int is_high, size_t num, const uint32_t *panel, cons
 }
 
 static void panel_dot_group_tiles(size_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums, int is_first,
-                                  struct ahead ahead, uint64_t *shapes) {
-    shape_products(shapes, num, lanes < TILE_LANES ? lanes : TILE_LANES);
-    if (num > TILE_ROWS) panel_dot_tiles(1, num, panel, rows, lanes, sums, is_first, ahead);
-    else panel_dot_tiles(0, num, panel, rows, lanes, sums, is_first, ahead);
+                                  struct ahead ahead, struct tiling *tiling) {
+    shape_products(&tiling->shapes, num, lanes < TILE_LANES ? lanes : TILE_LANES);
+    if (num > TILE_ROWS) panel_dot_tiles(1, num, panel, rows, lanes, sums, is_first, ahead, tiling);
+    else panel_dot_tiles(0, num, panel, rows, lanes, sums, is_first, ahead, tiling);
 }
 
 /* The same for one row, by vectors in the order of tiles: a stream of vectors is read faster. Never inlined: compilers move
@@ -270,66 +352,6 @@ static void add_low_rank(const struct gemm_args *a, int64_t first, int64_t num_r
     }
 }
 
-/* Two products on tiles have the same rows in each group, so the first can write its results where the second reads them. */
-int32_t gemm_packs_for(const struct linear *w, const struct linear *next) {
-    return HAS_TILES && w->format == WEIGHT_BF16 && next->format == WEIGHT_BF16 && next->k == num_columns_of(w) &&
-           next->k % (2 * TILE_LANES) == 0;
-}
-
-/* The address of the results of a panel of row `r` of a group of `num` that begins with row `first`. */
-INLINE char *gemm_target(const struct gemm_args *a, int64_t first, int64_t num, int64_t r, int64_t panel) {
-    int64_t column = panel * panel_columns_of(&a->w);
-    if (HAS_TILES && a->next) {
-        int64_t tile = column / (2 * TILE_LANES), rest = column % (2 * TILE_LANES);
-        return (char *)a->y + (size_t)(first * a->next->k + (tile * num + r) * 2 * TILE_LANES + rest) * 2;
-    }
-    return (char *)a->y + (size_t)((first + r) * a->y_stride + column) * size_of(a->y_dtype);
-}
-
-/* Prefetch the lines that the results are written to: rows are pages apart. */
-INLINE void gemm_prepare(const struct gemm_args *a, int64_t first, int64_t num, int64_t panel) {
-    for (int64_t r = 0; r < num; r++) {
-        char *y = gemm_target(a, first, num, r, panel);
-        __builtin_prefetch(y, 1);
-        __builtin_prefetch(y + (is_gated(a->w.activation) ? 31 : 64), 1);
-    }
-}
-
-/* Sums of some rows and one panel, plus bias, perhaps activated, rounded into y. */
-INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
-                           int64_t panel, enum dtype y_dtype) {
-    int64_t most = panel_columns_of(&a->w), first = panel * most, rest = num_columns_of(&a->w) - first;
-    int64_t num_columns = rest < most ? rest : most;
-    struct view bias = {(void *)a->w.bias, (size_t)first, (enum dtype)a->w.dtype}, up_bias = bias;
-    up_bias.at += (size_t)(a->w.n / 2);
-    for (int64_t r = 0; r < num_rows; r++) {
-        const float *from = sums + r * PANEL;
-        struct view y = {gemm_target(a, first_row, num_rows, r, panel), 0, y_dtype};
-        for (int64_t i = 0; i < num_columns; i += W) {
-            vf sum = load_f(from + i);
-            if (a->w.bias) sum += get(bias, i, num_columns);
-            if (a->w.activation == ACT_RELU2) {
-                sum = max_f(sum, splat(0));
-                sum *= sum;
-            } else if (a->w.activation == ACT_GELU_ALONE) {
-                sum = gelu(sum);
-            } else if (a->w.activation == ACT_GELU_TANH_ALONE) {
-                sum = activate(sum, ACT_GELU_TANH);
-            } else if (a->w.activation) {
-                vf up = load_f(from + PANEL / 2 + i);
-                if (a->w.bias) up += get(up_bias, i, num_columns);
-                sum = activate(sum, (enum activation)a->w.activation) * up;
-            }
-            put(y, i, num_columns, sum);
-        }
-    }
-}
-
-static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
-                        int64_t panel) {
-    BY_TYPE(a->y_dtype, gemm_finish_as, a, sums, first_row, num_rows, panel);
-}
-
 static void gemm_quantised(const struct gemm_args *a, const struct gemm_share *share) {
     float sums[(QROWS > GROUP ? QROWS : GROUP) * PANEL];
     for (int64_t p = share->panel_begin; p < share->panel_end; p++)
@@ -395,8 +417,8 @@ struct slice {
     size_t at, num;
 };
 
-static void multiply_slice(const struct gemm_args *a, const struct gemm_share *share, int64_t p, struct slice s, float *sums,
-                           uint64_t *shapes) {
+static void multiply_slice(struct tiling *tiling, const struct gemm_share *share, int64_t p, struct slice s, float *sums) {
+    const struct gemm_args *a = tiling->a;
     int64_t block_start = gemm_group_start(a, share->group_begin);
     const int is_last = s.at + s.num == (size_t)a->w.k / 2;
     /* Beside a full block, rows would wait for the lines of results that are fetched. */
@@ -406,12 +428,12 @@ static void multiply_slice(const struct gemm_args *a, const struct gemm_share *s
         if (prepares) gemm_prepare(a, first, num_rows, p);
         const char *rows = (const char *)a->rows + (size_t)first * gemm_row_bytes(a) + s.at * (size_t)num_rows * 4;
         float *done = sums + (first - block_start) * PANEL;
-        if (num_rows == 1) row_dot_tiles(s.from, rows, s.num, done, s.at == 0);
-        else panel_dot_group_tiles((size_t)num_rows, s.from, rows, s.num, done, s.at == 0, s.ahead, shapes);
+        if (num_rows == 1) finish_rows(a, &tiling->before, MOST_ROWS), row_dot_tiles(s.from, rows, s.num, done, s.at == 0);
+        else panel_dot_group_tiles((size_t)num_rows, s.from, rows, s.num, done, s.at == 0, s.ahead, tiling);
         s.ahead.from += s.num / TILE_LANES * s.ahead.num * s.ahead.step;
         if (!is_last) continue;
         if (a->addends) add_low_rank(a, first, num_rows, p, done);
-        gemm_finish(a, done, first, num_rows, p);
+        tiling->before = (struct complete){done, p, first, num_rows, 0};
     }
 }
 
@@ -427,10 +449,11 @@ INLINE struct ahead ahead_of(const uint32_t *slice, const uint32_t *next, int64_
 static void gemm_tiles(const struct gemm_args *a, const struct gemm_share *share) {
     const size_t lanes = (size_t)a->w.k / 2, rest = lanes > TILE_LANES ? lanes % TILE_LANES : 0; /* a slice of its own */
     const int64_t num_groups = share->group_end - share->group_begin, most = block_panels(a, share);
-    const size_t num_slices = (lanes - 1) / TILE_SLICE + 1; /* of about one size */
+    const size_t longest = num_groups > FEW_GROUPS ? TILE_SLICE : SHORT_SLICE;
+    const size_t num_slices = (lanes - 1) / longest + 1; /* of about one size */
     const size_t slice_lanes = ((lanes - rest - 1) / num_slices / TILE_LANES + 1) * TILE_LANES;
     ALIGNED float sums[most * BLOCK_SUMS];
-    uint64_t shapes = 0;
+    struct tiling tiling = {.a = a};
     for (int64_t p = share->panel_begin, end; p < share->panel_end; p = end) {
         const uint32_t *panel = (const uint32_t *)a->w.packed + (size_t)p * lanes * PANEL;
         end = p + most < share->panel_end ? p + most : share->panel_end;
@@ -441,10 +464,11 @@ static void gemm_tiles(const struct gemm_args *a, const struct gemm_share *share
             if (at + num < lanes) next = from + num * PANEL;
             for (int64_t i = p; i < end; i++, from += lanes * PANEL) {
                 struct ahead ahead = ahead_of(from, i + 1 < end ? from + lanes * PANEL : next, num_groups);
-                multiply_slice(a, share, i, (struct slice){from, ahead, at, num}, sums + (i - p) * BLOCK_SUMS, &shapes);
+                multiply_slice(&tiling, share, i, (struct slice){from, ahead, at, num}, sums + (i - p) * BLOCK_SUMS);
             }
         }
     }
+    finish_rows(a, &tiling.before, MOST_ROWS);
     tile_release();
 }
 
