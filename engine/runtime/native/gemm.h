@@ -9,7 +9,7 @@ enum {
     GROUP = W == 16 ? 12 : W == 8 ? 3 : 2, /* rows, times PANEL / W vectors, that registers hold as sums */
     MOST_ROWS = HAS_TILES ? 2 * TILE_ROWS : GROUP, /* of a group */
     SLICE = 320,                           /* lanes at most: 40 KiB of a panel */
-    TILE_SLICE = 256,                      /* the same on tiles, where rows are read past the first cache, */
+    TILE_SLICE = 288,                      /* the same on tiles, where rows are read past the first cache, */
     SHORT_SLICE = 96,                      /* and beside few groups, which wait for the panel */
     FEW_GROUPS = 5,
     BLOCK_GROUPS = 16,                     /* groups whose sums are kept on the stack, */
@@ -37,6 +37,12 @@ INLINE int64_t most_rows(const struct gemm_args *a) {
 int64_t gemm_num_groups(const struct gemm_args *a) {
     int64_t most = most_rows(a);
     return (a->m + most - 1) / most;
+}
+
+/* Groups have about as many rows as each other. On tiles many are full, but for the last one: shapes of tiles stay as they are. */
+int64_t gemm_group_start(const struct gemm_args *a, int64_t group) {
+    if (!HAS_TILES || most_rows(a) != MOST_ROWS || a->m <= FEW_GROUPS * MOST_ROWS) return group * a->m / gemm_num_groups(a);
+    return group * MOST_ROWS < a->m ? group * MOST_ROWS : a->m;
 }
 
 /* Bytes of a packed row. In tiles zeros follow the last lane. */
@@ -385,7 +391,7 @@ static void multiply_part(const struct gemm_args *a, const struct gemm_share *sh
         struct quant_group x = quant_group_at(a->w.format, a->w.k, a->rows, first, num_rows);
         quant_dot_tiles(&part, b, (size_t)num_rows, x, done, shapes);
         if (b + SUPER < num_blocks) continue;
-        gemm_prepare(a, first, num_rows, p);
+        if (!is_gated(a->w.activation)) gemm_prepare(a, first, num_rows, p);
         scale_rows(&a->w, p * PANEL, num_rows, done);
         if (a->addends) add_low_rank(a, first, num_rows, p, done);
         gemm_finish(a, done, first, num_rows, p);

@@ -380,6 +380,7 @@ void attend(const struct attend_args *, const struct attend_task *, void *scratc
 void attend_merge(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
 /* A product, its rows packed in groups. */
 int64_t gemm_num_groups(const struct gemm_args *);
+int64_t gemm_group_start(const struct gemm_args *, int64_t group);
 int64_t gemm_block_panels(void); /* that a share has together, where groups of rows are several blocks */
 int64_t gemm_block_groups(const struct gemm_args *);
 int32_t gemm_goes_by_rows(const struct gemm_args *); /* all panels of a block of groups come before the next block */
@@ -398,8 +399,6 @@ range_work delta_prepare, delta_advance, delta_finish;
 range_work mamba_prepare, mamba_advance, mamba_gate, mamba_norm;
 range_work first_gate_rows, convolve_gated_rows;
 range_work altup_predict, altup_correct_rows, altup_share, lengthen, add_laurel_rows, sparse_act_rows;
-
-static inline int64_t gemm_group_start(const struct gemm_args *a, int64_t group) { return group * a->m / gemm_num_groups(a); }
 
 /* Leave the core's other thread, or its host, a moment. */
 static inline void relax(void) {
