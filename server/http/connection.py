@@ -87,8 +87,9 @@ class ChunkWriter:
         return not self._flow.write_paused and bool(cycle.chunked_encoding) and not cycle.disconnected
 
     def write(self, body: bytes) -> None:
-        """Write a chunk, as uvicorn's `send` does."""
-        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+        """Write a chunk, as uvicorn's `send` does; an empty one would end the answer."""
+        if body:
+            self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class _Unchunked:
