@@ -316,6 +316,12 @@ def test_other_content_types_are_refused(http: httpx.Client) -> None:
         assert error_of(response, 400)["code"] == "unsupported_media_type"
 
 
+def test_a_byte_order_mark_is_passed_over(http: httpx.Client) -> None:
+    json_type = {"content-type": "application/json"}
+    for text, status in ((json.dumps(TEXT), 200), ("", 400)):
+        assert http.post(COMPLETIONS, content=b"\xef\xbb\xbf" + text.encode(), headers=json_type).status_code == status
+
+
 def test_a_long_list_of_faults_is_told_in_short(http: httpx.Client) -> None:
     messages = [{"role": "x" * 10_000, "content": index} for index in range(1000)]
     message = error_of(http.post(CHAT, json={"messages": messages}), 400)["message"]
