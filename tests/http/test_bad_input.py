@@ -237,6 +237,8 @@ def test_a_chat_that_is_too_long_names_its_messages(http: httpx.Client) -> None:
     [
         ("/v1/chat/completion", "; did you mean /v1/chat/completions?"),
         ("/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/completions", "; did you mean /v1/completions?"),
+        ("/models/", "; did you mean /v1/models?"),
         ("/v1/v1/chat/completions", "; did you mean /v1/chat/completions?"),
         ("/v1/model", "; did you mean /v1/models?"),
         ("/docs", ". docs/reference/api.md lists the routes."),
