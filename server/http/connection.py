@@ -12,7 +12,8 @@ wait unparsed, and beyond MAX_UNPARSED_BYTES the socket is not read until some a
 
 uvicorn waits for ever for the first request, for the rest of one, and for a client that does not read its answer. Here a
 request ends with a 408 when nothing of it arrives for ARRIVAL_S, or less than BYTES_A_S after GRACE_S; the connection of an
-answer of which nothing is read for READING_S is closed.
+answer of which nothing is read for READING_S is closed. uvicorn closes an idle connection after 5 s, and loses a request that
+a proxy sends at that moment; here the client closes it first.
 
 An answer may be complete while its request is still being sent: a refusal, or a full disk. Closing would then reset the
 connection, and the client would lose the answer. So the rest is read and discarded, for at most LINGER_S.
@@ -51,6 +52,7 @@ ARRIVAL_S = 30.0  # looked at this often, so it ends within twice the time
 GRACE_S = 60.0
 BYTES_A_S = 64 * 1024  # on average; the largest body, 32 MiB, may take ten minutes
 READING_S = 300.0
+IDLE_S = 150  # longer than clients keep connections: nginx and AWS's balancers for 60 s, Go for 90 s, Caddy for 120 s
 TURN_CALLS = 512  # about 3 ms
 _PIECE_BYTES = 4096  # parsed in one go; bounds how many requests can be parsed beyond MAX_PIPELINED
 _FRAMING = (b"content-length", b"transfer-encoding")
@@ -170,6 +172,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
+        self.timeout_keep_alive = IDLE_S
         self.flow = _Flow(transport)
         self._unparsed = bytearray()
         self._parsing = _Parsing.of(self.loop)
