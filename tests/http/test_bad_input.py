@@ -450,7 +450,7 @@ def test_a_hint_that_cannot_be_followed_is_dropped_and_named(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": []},
+        {"tools": [], "functions": []},
         {"tools": [], "tool_choice": "auto"},
         {"tool_choice": "auto"},
         {"tools": [], "response_format": {"type": "json_object"}},
