@@ -85,7 +85,7 @@ def dataset(path: Path, num: int, *, output: Length, seed: int) -> list[Job]:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -65,8 +65,8 @@ def open_file(path: Path, flags: int = os.O_RDONLY, max_bytes: int | None = None
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return the content of a UTF-8 file. Raises OSError or UnicodeDecodeError."""
-    return read_bytes(path, max_bytes).decode("utf-8")
+    """Return the content of a UTF-8 file without its byte order mark. Raises OSError or UnicodeDecodeError."""
+    return read_bytes(path, max_bytes).decode("utf-8-sig")
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:

@@ -191,7 +191,7 @@ class ChatBody(SamplingBody, ChatFields):
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **SamplingBody.UNSUPPORTED,
-        "functions": Refused((), "send tools"),
+        "functions": Refused(([],), "send tools"),
         **dict.fromkeys(("audio", "moderation", "web_search_options"), Refused()),
         "best_of": Refused((1,), "answers are ranked by /v1/completions only; send n to have several"),
         "echo": Refused((False,), "use /v1/completions, whose echo returns the prompt"),

@@ -20,7 +20,6 @@ from server.protocol.errors import ApiError, to_api_error
 MAX_LINES = 50_000
 MAX_ERRORS = 50  # reported for one input
 PIECE_BYTES = 4 * 1024 * 1024
-_BOM = b"\xef\xbb\xbf"
 
 
 class Line(NamedTuple):
@@ -68,17 +67,12 @@ def read_body(path: Path, bodies: BodyReader, start: int, size: int) -> bytes:
     """Return a checked line's request body, with numbers that JSON does not have."""
     with path.open("rb") as file:
         file.seek(start)
-        text = _text(file.read(size), start)
-    return bodies.read_member(BatchLine, text, "body")
-
-
-def _text(raw: bytes, start: int) -> bytes:
-    return raw.removeprefix(_BOM) if not start else raw
+        return bodies.read_member(BatchLine, file.read(size), "body")
 
 
 def _check(raw: bytes, endpoint: str, bodies: BodyReader, piece: Piece) -> None:
     """Add a line or its fault. Raises ApiError if it cannot be checked."""
-    text = _text(raw, piece.end).rstrip()
+    text = raw.rstrip()
     if not text:
         return
     try:

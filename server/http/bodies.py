@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import marshal
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -123,7 +124,8 @@ def check_count(raw: bytes | bytearray, most: int) -> None:
 
 
 def parse(raw: bytes | bytearray) -> Any:
-    """Return a parsed document. Raises a 400 if it is not JSON."""
+    """Return a parsed document, with or without a byte order mark. Raises a 400 if it is not JSON."""
+    raw = raw.removeprefix(BOM_UTF8)
     if not raw or raw.isspace():
         raise ApiError(400, "invalid_json", "The body is empty; send a JSON object.")
     try:

@@ -12,10 +12,14 @@ wait unparsed, and beyond MAX_UNPARSED_BYTES the socket is not read until some a
 
 uvicorn waits for ever for the first request, for the rest of one, and for a client that does not read its answer. Here a
 request ends with a 408 when nothing of it arrives for ARRIVAL_S, or less than BYTES_A_S after GRACE_S; the connection of an
-answer of which nothing is read for READING_S is closed.
+answer of which nothing is read for READING_S is closed. uvicorn closes an idle connection after 5 s, and loses a request that
+a proxy sends at that moment; here the client closes it first.
 
 An answer may be complete while its request is still being sent: a refusal, or a full disk. Closing would then reset the
 connection, and the client would lose the answer. So the rest is read and discarded, for at most LINGER_S.
+
+httptools parses no body of a request that asks for another protocol, as Java's client asks for HTTP/2 in each. No protocol
+is changed here, so a second parser reads on: it gets the fields that tell where the body ends as a head that begins no request.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import uuid
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
 
+import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -47,8 +52,10 @@ ARRIVAL_S = 30.0  # looked at this often, so it ends within twice the time
 GRACE_S = 60.0
 BYTES_A_S = 64 * 1024  # on average; the largest body, 32 MiB, may take ten minutes
 READING_S = 300.0
+IDLE_S = 150  # longer than clients keep connections: nginx and AWS's balancers for 60 s, Go for 90 s, Caddy for 120 s
 TURN_CALLS = 512  # about 3 ms
 _PIECE_BYTES = 4096  # parsed in one go; bounds how many requests can be parsed beyond MAX_PIPELINED
+_FRAMING = (b"content-length", b"transfer-encoding")
 _END_OF_AUTHORITY = re.compile(rb"[/?#]")
 
 
@@ -87,8 +94,9 @@ class ChunkWriter:
         return not self._flow.write_paused and bool(cycle.chunked_encoding) and not cycle.disconnected
 
     def write(self, body: bytes) -> None:
-        """Write a chunk, as uvicorn's `send` does."""
-        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+        """Write a chunk, as uvicorn's `send` does; an empty one would end the answer."""
+        if body:
+            self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class _Unchunked:
@@ -150,6 +158,7 @@ class Connection(HttpToolsProtocol):
 
     flow: _Flow
     _is_in_head = False
+    _is_reading_on = False  # the head is that of a request whose body the parser before left
     _num_calls = 0  # of the parser
     _num_head_bytes = 0  # since the last head began, with the bytes before it in the same piece
     _running: RequestResponseCycle | None = None  # the last that began; others may wait behind it
@@ -163,6 +172,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
+        self.timeout_keep_alive = IDLE_S
         self.flow = _Flow(transport)
         self._unparsed = bytearray()
         self._parsing = _Parsing.of(self.loop)
@@ -201,7 +211,8 @@ class Connection(HttpToolsProtocol):
         before = self._num_calls
         piece = bytes(self._unparsed[:_PIECE_BYTES])
         del self._unparsed[:_PIECE_BYTES]
-        super().data_received(piece)
+        self._unset_keepalive_if_required()
+        self._feed(piece)
         self._num_head_bytes += len(piece)
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             message = f"The request's headers are longer than {MAX_HEAD_BYTES} bytes; send fewer or shorter ones."
@@ -210,6 +221,18 @@ class Connection(HttpToolsProtocol):
             self._unparsed.clear()
         self._limit_flow()
         return self._num_calls - before + 1
+
+    def _feed(self, piece: bytes) -> None:
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            framing = [field for field in self.cycle.scope["headers"] if field[0] in _FRAMING]
+            self.parser, self._is_reading_on = httptools.HttpRequestParser(self), True
+            self._feed(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join([b"%b: %b\r\n" % field for field in framing]))
+            self._is_reading_on = False
+            self._feed(piece[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
 
     def _limit_flow(self) -> None:
         """Read no more from the socket while much waits to be parsed."""
@@ -280,6 +303,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        if self._is_reading_on:
+            return
         target, separator, rest = self.url.partition(b"://")
         if separator and b"/" not in target:  # an absolute target names the host, whatever Host says (RFC 9112)
             authority = _END_OF_AUTHORITY.split(rest)[0]
@@ -315,6 +340,8 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()  # a client that reads to the end has its answer
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # another parser reads on
         super().on_message_complete()
         if self._linger is None:
             return
@@ -359,9 +386,6 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's sentence adds nothing
         """Refuse bytes that are not HTTP."""
         self._refuse(ApiError(400, "invalid_http", "This is not a valid HTTP/1.1 request; check the client or proxy."))
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Ignore a request to change the protocol; uvicorn would log a warning."""
 
     def _refuse(self, error: ApiError) -> None:
         """Answer a request that cannot be read, after the ones before it, and hang up."""

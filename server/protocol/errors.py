@@ -185,6 +185,8 @@ def _from_http(error: HTTPException) -> ApiError:
 
 def _close_path(given: str, paths: Sequence[str]) -> str:
     """Return the served path that a misspelt one was meant to be, or ""."""
+    if (versioned := f"/v1{given.rstrip('/')}") in paths:
+        return versioned  # the client's base URL lacks it
     if len(given) > _MAX_SUGGESTED_CHARS or given.count("/") < 2:
         return ""  # one short word resembles many
     ends = [path for path in paths if path.endswith(given) or (given.endswith(path) and path.count("/") > 1)]

@@ -237,6 +237,8 @@ def test_a_chat_that_is_too_long_names_its_messages(http: httpx.Client) -> None:
     [
         ("/v1/chat/completion", "; did you mean /v1/chat/completions?"),
         ("/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/completions", "; did you mean /v1/completions?"),
+        ("/models/", "; did you mean /v1/models?"),
         ("/v1/v1/chat/completions", "; did you mean /v1/chat/completions?"),
         ("/v1/model", "; did you mean /v1/models?"),
         ("/docs", ". docs/reference/api.md lists the routes."),
@@ -314,6 +316,12 @@ def test_other_content_types_are_refused(http: httpx.Client) -> None:
     for media_type in ("text/plain", "application/x-www-form-urlencoded", ""):
         response = http.post(COMPLETIONS, content=json.dumps(TEXT), headers={"content-type": media_type})
         assert error_of(response, 400)["code"] == "unsupported_media_type"
+
+
+def test_a_byte_order_mark_is_passed_over(http: httpx.Client) -> None:
+    json_type = {"content-type": "application/json"}
+    for text, status in ((json.dumps(TEXT), 200), ("", 400)):
+        assert http.post(COMPLETIONS, content=b"\xef\xbb\xbf" + text.encode(), headers=json_type).status_code == status
 
 
 def test_a_long_list_of_faults_is_told_in_short(http: httpx.Client) -> None:
@@ -442,7 +450,7 @@ def test_a_hint_that_cannot_be_followed_is_dropped_and_named(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": []},
+        {"tools": [], "functions": []},
         {"tools": [], "tool_choice": "auto"},
         {"tool_choice": "auto"},
         {"tools": [], "response_format": {"type": "json_object"}},
@@ -541,4 +549,10 @@ def test_a_head_without_end_is_refused(live: Live, http: httpx.Client) -> None:
 def test_an_unknown_upgrade_is_passed_over_in_silence(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     headers = {"connection": "Upgrade", "upgrade": "websocket"}
     assert httpx.get(live.url + "/health", headers=headers).status_code == 200
-    assert not caplog.records
+    body = json.dumps(TEXT).encode()
+    headers |= {"upgrade": "h2c", "content-type": "application/json"}  # as Java's client sends each request
+    with httpx.Client(base_url=live.url, headers=headers) as http:
+        for content in (body, iter([body[:5], body[5:]]), body):
+            assert http.post(COMPLETIONS, content=content).status_code == 200
+        assert error_of(http.post(COMPLETIONS), 400)["message"].startswith("The body is empty")
+    assert {record.levelname for record in caplog.records} <= {"INFO"}

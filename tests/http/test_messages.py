@@ -107,6 +107,8 @@ def test_why_it_stops(says: httpx.Client) -> None:
     stopped = create(says, "hello", stop_sequences=["x", "lo"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "lo")
     assert stopped["content"][0]["text"] == "hel"
+    *_, end, last = events_of(says, "hello", stop_sequences=["x", "lo"])
+    assert (end["delta"], last) == ({"stop_reason": "stop_sequence", "stop_sequence": "lo"}, {"type": "message_stop"})
     assert create(says, "")["content"] == []
 
 

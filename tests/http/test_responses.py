@@ -432,6 +432,9 @@ def test_logprobs_are_of_the_text(http: httpx.Client) -> None:
 def test_fields_of_chat_mean_the_same(http: httpx.Client) -> None:
     assert create(http, "x", min_tokens=3, stop_token_ids=[5], max_output_tokens=4, top_k=1, seed=1)
     assert text_of(create(http, "hello", stop=["lo"])) == "hel"
+    held = events_of(http, "hello", stop=["llx"], include=["message.output_text.logprobs"])
+    for events in (events_of(http, "hello", stop=["lo"]), held):
+        assert events[-1]["type"] == "response.completed"
     refused = error_of(http.post(PATH, json={"input": "x", "min_tokens": 5, "max_output_tokens": 4}), 400)
     assert refused["param"] == "min_tokens"
     told = http.post(PATH, json={"input": "x", "colour": "red", "text": {"size": 1}}).headers

@@ -97,6 +97,13 @@ def test_a_connection_without_a_request_is_closed(watched: Watched) -> None:
         assert read_to_end(connection) == b""
 
 
+def test_an_idle_connection_stays_longer_than_a_proxy_keeps_it(watched: Watched) -> None:
+    with watched.sent(b"GET /health HTTP/1.1\r\n\r\n") as (_, end):
+        eventually(lambda: end.timeout_keep_alive_task is not None)
+        assert end.timeout_keep_alive_task is not None
+        assert end.timeout_keep_alive_task.when() - end.loop.time() > 120
+
+
 def check_as_if_owed_for(end: Connection, seconds: float) -> None:
     end._owed_s = end.loop.time() - seconds  # a moment passes until it is compared
     end._check_arrival()

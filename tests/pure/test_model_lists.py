@@ -32,7 +32,7 @@ def test_a_folder_has_models(tmp_path: Path) -> None:
 def test_a_preset_has_sections_of_flags(tmp_path: Path) -> None:
     file = tmp_path / "preset.ini"
     file.write_text(
-        "version = 1\n[*]\nc = 8192\n[org/repository-GGUF:Q8_0]\nload-on-startup = true\n"
+        "\ufeffversion = 1\n[*]\nc = 8192\n[org/repository-GGUF:Q8_0]\nload-on-startup = true\n"
         "[mine]\nmodel = /models/mine.gguf ; the best\nc = 4096\nC = 0xff\nLLAMA_ARG_N_GPU_LAYERS = 0\ncache-prompt = disabled\n"
     )
     settings = load_settings(["--models-preset", str(file), "--models-max", "2"])
