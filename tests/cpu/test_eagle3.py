@@ -30,7 +30,8 @@ from engine.startup.model_check import check_model
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.eagle3_drafts import HIDDEN, LAYER, Oracle, bigram_draft, bigram_target, random_tensors, write_draft
 from tests.cpu.model_driver import CPU, Poisoner, Served, make_runner, request, serve, settings
-from tests.cpu.test_engine_build import FREE_DRAFTS, answer
+from tests.cpu.test_engine_build import answer
+from tests.free_drafts import FREE_DRAFTS
 
 VOCAB, NUM_LAYERS = 48, 7
 TARGET = {**LAYER, "vocab_size": VOCAB, "num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 256}

@@ -250,9 +250,9 @@ def test_a_pass_pauses_within_operations_and_is_the_same(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), [("bert", "auto"), ("modernbert", "auto"), ("eurobert", "auto"), ("bert", "torch")]
+    ("name", "attention", "pauses_above"),
+    [*((name, "auto", most) for name in ("bert", "modernbert", "eurobert") for most in (0, 20)), ("bert", "torch", 0)],
 )
-@pytest.mark.parametrize("pauses_above", [0, 20])
 def test_short_texts_pass_beside_a_long_one_that_has_paused(
     tmp_path: Path, name: str, attention: str, pauses_above: int
 ) -> None:

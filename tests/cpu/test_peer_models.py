@@ -165,6 +165,7 @@ def test_a_hybrid_is_written_as_it_is_served(name: str, tmp_path: Path) -> None:
     small = narrow | {
         "shared_expert_intermediate_size": 64,
         "shared_intermediate_size": 64,
+        "num_experts": 16,
         "mamba_n_heads": 6,
         "mamba_d_state": 16,
     }

@@ -26,7 +26,7 @@ from engine.runtime.native.ops import dequantise, is_served_quantised
 from engine.runtime.native.rows import StoredRows
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.gguf_rows import floats_of, put_scales, random_rows, scale_places
-from tests.cpu.native_linears import int8, quantised
+from tests.cpu.native_linears import ISAS, int8, quantised
 from tests.cpu.test_models_families import Case, load, logits_of, save_tiny
 from tests.cpu.test_weights_gguf import ARCHITECTURES, convert, tiny, write
 
@@ -74,9 +74,13 @@ def exact_bytes(num_rows: int, num_inputs: int) -> Tensor:
     return (integers * powers[..., None]).flatten(1)[:, :num_inputs].contiguous()
 
 
+@pytest.mark.parametrize(
+    "library", list(dict.fromkeys((Isa.PORTABLE, ISAS[-2:][0]))), indirect=True, ids=lambda isa: isa.name
+)
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_type_of_a_gguf_file(library: Library, kind: Kind, dtype: torch.dtype) -> None:
+    """All others have the bits of the machine's best, which the next test compares."""
     torch.manual_seed(0)
     rows, bias = random_rows(75, 512, kind), torch.randn(75).to(dtype)
     linear = quantised(library, [StoredRows(int(kind), rows)], 512, dtype, bias)
@@ -96,14 +100,17 @@ def test_instruction_sets_agree_to_the_bit(library: Library, kind: Kind | None) 
     if library.isa is Isa.PORTABLE:
         pytest.skip("on x86 this rounds products, too")
     torch.manual_seed(4)
-    x, weight = torch.randn(9, 768), torch.randn(70, 768)
-    parts = [] if kind is None else [StoredRows(int(kind), random_rows(70, 768, kind, scale=0.0123))]
+    x, weight, bias = torch.randn(29, 768), torch.randn(75, 768), torch.randn(75)
+    parts = [] if kind is None else [StoredRows(int(kind), random_rows(75, 768, kind, scale=0.0123))]
     choose_kernels("auto")
-    found = []
-    for kernels in (library, native()):
-        linear = quantised(kernels, parts, 768, x.dtype) if parts else int8(kernels, weight)
-        found.append(linear(x))
-    assert torch.equal(*found)
+    for dtype in ROUNDING:
+        both = [
+            quantised(kernels, parts, 768, dtype, bias.to(dtype)) if parts else int8(kernels, weight.to(dtype))
+            for kernels in (library, native())
+        ]
+        for num_rows in (1, 2, 3, 4, 5, 6, 7, 29):
+            for to in (dtype, torch.float32):
+                assert torch.equal(*(linear(x[:num_rows].to(dtype), to) for linear in both))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

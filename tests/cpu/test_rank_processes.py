@@ -41,8 +41,9 @@ from engine.runtime.pool.row_tables import RowTables
 from engine.settings.engine_config import EngineConfig
 from loadtest.fake_runner import FakeStep
 from tests.cpu import ranks
-from tests.cpu.test_engine_build import FREE_DRAFTS, build, folder  # noqa: F401 - a fixture
+from tests.cpu.test_engine_build import build, folder  # noqa: F401 - a fixture
 from tests.cpu.test_models_families import CASES, write_tiny
+from tests.free_drafts import FREE_DRAFTS
 from tests.patience import PATIENCE_S, eventually
 from tests.pure.driver import request
 from tests.pure.test_scheduler_properties import SchedulerMachine

@@ -197,9 +197,12 @@ def with_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Libr
     choose_kernels("auto")
 
 
-def test_tiles_that_lose_are_left_alone(with_tiles: Library, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As those of the model do; all formats are measured, and have the same bits either way."""
-    never = [tiles.NEVER] * len(WeightFormat)
+def test_tiles_that_lose_are_left_alone(
+    with_tiles: Library, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All formats are measured, and have the same bits either way."""
+    monkeypatch.setattr(tiles, "repeat", lambda call, **_: [call() or next(clock)])
+    clock, never = cycle((2.0, 1.0)), [tiles.NEVER] * len(WeightFormat)
     assert [tiles._least_rows(tile_model(), weight_format) for weight_format in WeightFormat] == never
     load_kernels("auto", lambda _: None)
     assert native() is with_tiles
@@ -225,6 +228,7 @@ def test_tiles_that_sum_in_another_order_are_left_alone(
 
 def test_tiles_that_win_are_taken(with_tiles: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "repeat", lambda call, **_: [call() or next(clock)])
+    monkeypatch.setattr(tiles, "_ROWS", (16, 8))
     clock = cycle((1.0, 2.0))
     found = tiles.measure_tiles(tile_model())
     assert [rows for rows in found if rows < tiles.NEVER] == [8] * (len(WeightFormat) - 2)

@@ -83,8 +83,10 @@ class Daemon:
         assert "Traceback" not in self.written, self.written
 
 
-def start(*argv: str | Path, **variables: str) -> subprocess.Popen[str] | Forked:
+def start(*argv: str | Path, program: str = "server", **variables: str) -> subprocess.Popen[str] | Forked:
     """Start `quire serve` with these arguments, on a free port; by exec if it is to say what it imports.
+
+    `program` is the name of a module that runs as `server` does.
 
     Its default is one thread either way (tests/preloaded.py).
     """
@@ -92,15 +94,15 @@ def start(*argv: str | Path, **variables: str) -> subprocess.Popen[str] | Forked
     env = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     arguments = ["serve", "--port", "0", *map(str, argv)]
     if "PYTHONPROFILEIMPORTTIME" not in variables:
-        return Forked("server", arguments, ROOT, env)
-    command = [sys.executable, "-m", "server", *arguments]
+        return Forked(program, arguments, ROOT, env)
+    command = [sys.executable, "-m", program, *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
 @contextmanager
-def serve(*argv: str | Path, **variables: str) -> Iterator[Daemon]:
+def serve(*argv: str | Path, program: str = "server", **variables: str) -> Iterator[Daemon]:
     """A daemon that is ready, and stops in order at the end; `argv` are the arguments of `quire serve`."""
-    process = start(*argv, **variables)
+    process = start(*argv, program=program, **variables)
     try:
         daemon = Daemon(process)
         yield daemon

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cpu.test_engine_build import FREE_DRAFTS
 from tests.cpu.test_models_families import CASES, ONCE_ON_A_GPU, write_tiny
+from tests.free_drafts import FREE_DRAFTS
 from tests.gpu.features import FEATURES
 from tests.gpu.test_engine_cuda import answers, build
 

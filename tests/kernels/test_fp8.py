@@ -175,8 +175,7 @@ def matrices(model: Decoder) -> list[Linear]:
     ]
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("name", ["llama-llama3", "gemma2"])
+@pytest.mark.parametrize(("name", "load_format"), [("llama-llama3", "auto"), ("gemma2", "dummy")])
 def test_a_model_is_loaded_into_fp8(name: str, load_format: str, tmp_path: Path) -> None:
     """All but the embedding, the head and the norms; its hidden states stay near to those in bfloat16."""
     write_tiny(CASES[name], tmp_path)

@@ -476,14 +476,14 @@ def test_triton_is_chosen_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def greedy(engine: Engine) -> dict[str, list[int]]:
-    """What four prompts of different lengths, in chunks and all at once, are continued with."""
+    """What prompts of different lengths, in chunks and all at once, are continued with."""
     events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engine.start(events.put)
-    said: dict[str, list[int]] = {str(i): [] for i in range(4)}
-    for i in range(4):
-        prompt = tuple((7 * i + j) % 128 for j in range(3 + 5 * i))
-        params = SamplingParams(max_tokens=5, temperature=0.0)
-        engine.submit(Request(request_id=str(i), prompt=prompt, params=params, arrival_s=engine.clock()))
+    said: dict[str, list[int]] = {str(length): [] for length in (3, 8, 18)}
+    for name in said:
+        prompt = tuple((7 * int(name) + j) % 128 for j in range(int(name)))
+        params = SamplingParams(max_tokens=4, temperature=0.0)
+        engine.submit(Request(request_id=name, prompt=prompt, params=params, arrival_s=engine.clock()))
     num_open = len(said)
     while num_open:
         for event in events.get(timeout=PATIENCE_S):

@@ -180,7 +180,8 @@ class Oracle(Prophet):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_drafts"), [*((name, 0) for name in KINDS), ("qwen3_5", 1), ("granitemoehybrid", 1)]
+    ("name", "num_drafts"),
+    [*((name, 0) for name in KINDS if name != "granitemoehybrid"), ("qwen3_5", 1), ("granitemoehybrid", 1)],
 )
 def test_graphs_of_many_kinds_of_layer_say_what_the_cpu_says(name: str, num_drafts: int, tmp_path: Path) -> None:
     """No graph takes drafts in."""

@@ -12,8 +12,9 @@ import re
 import sys
 import venv
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
@@ -88,16 +89,26 @@ def _compared(package: Package) -> Iterator[str]:
 
 
 def _link(name: str, site: Path) -> None:
-    """Link a package's files, if it is installed."""
+    """Link a package's files, if it is installed; a folder that is the package's alone as a whole, with its bytecode."""
     try:
         found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return
-    for file in found.files or ():
+    for file in {_linked(file) for file in found.files or () if ".." not in file.parts}:
         target = site / file
-        if ".." not in file.parts and not target.exists():
+        if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(Path(str(found.locate_file(file))))
+
+
+def _linked(file: PurePath) -> PurePath:
+    """Return what is linked for a package's file: its outermost folder, unless several packages have files there."""
+    return file if len(set(_owners().get(file.parts[0], ()))) > 1 else PurePath(file.parts[0])
+
+
+@cache
+def _owners() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()
 
 
 if __name__ == "__main__":
