@@ -41,10 +41,11 @@ from engine.runtime.weights.encoder_names import plain_name
 from engine.runtime.weights.gguf import header_config
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import local_path
+from engine.startup.sizes import default_step_tokens
 from loadtest.rates import AT, BYTES, HELD, Rates, seconds
 
 _BLOCK = 16  # tokens
-_MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = 128, 512  # a daemon's defaults on a CPU
+_MAX_NUM_SEQS = 128  # a daemon's default on a CPU
 _SERVED = 4096  # for which an empty model has its angles
 _AS_STORED = {2: "Q2_K", 3: "Q3_K", 4: "Q4_1", 8: "Q8_0"}  # kinds that are as fast as codes of so many bits
 # Beside products a step takes: seconds, seconds a layer; multiply-adds of float32 for each number of each layer's stream, of
@@ -124,7 +125,7 @@ class FittedEncoder(Weighed):
         products = sum(n * seconds(rates, kind, rows) for (role, kind), n in self.weights.items() if role == "layers")
         seen = sum(length if reach is None else min(length, 2 * reach + 1) for reach in self.config.reaches)
         floats = rows * (_ENCODER_STREAM * self.num_layers * hidden + _ENCODER_PAIR * 2 * hidden * seen)
-        steps_s = math.ceil(num / max(_MAX_NUM_BATCHED_TOKENS // length, 1)) * (_STEP_S + _LAYER_S * self.num_layers)
+        steps_s = math.ceil(num / max(default_step_tokens("cpu") // length, 1)) * (_STEP_S + _LAYER_S * self.num_layers)
         return products + floats * rates["F32"][-1] / AT[-1] + steps_s + num * _TEXT_S
 
 
@@ -181,7 +182,7 @@ class Fitted(Weighed):
             block_size=_BLOCK,
             max_model_len=self.config.max_positions,
             max_num_seqs=_MAX_NUM_SEQS,
-            max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
+            max_num_batched_tokens=default_step_tokens("cpu"),
             windows=self._groups.windows,
             has_full=self._groups.has_full,
             state_blocks=place_states(self.states, self._block_bytes).num_blocks,
@@ -223,7 +224,7 @@ class Fitted(Weighed):
             return (head if num else 0.0) + num * _STATE_BYTES * 2 * state_bytes * byte_s
 
         pairs = sum(spec.num_heads * (spec.head_dim + spec.out_dim) for spec in specs)
-        at = (*AT[:-1], 64, 128, 256, 512)
+        at = (*AT[:-1], 64, 128, 256, 512, 1024)
         return StepSeconds(
             {0: rows(1), **{num: rows(num) for num in at}},
             {num: samples(num) for num in (0, *AT)},

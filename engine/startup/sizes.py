@@ -24,16 +24,19 @@ _MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "tiles": 1024, "cuda": 8192}
 
 
+def default_step_tokens(kind: str) -> int:
+    """Return how many tokens a step holds on a kind of device, unless a setting says it."""
+    library = native() if kind == "cpu" else None
+    return _MAX_NUM_BATCHED_TOKENS["tiles" if library is not None and library.isa is Isa.AMX else kind]
+
+
 def scheduler_config(parts: Parts) -> SchedulerConfig:
     """Return the core's settings, with a pool just large enough to measure a full step.
 
     If only the sequences or only the tokens of a step are given, the other's default adjusts to them.
     """
     config, kind, speculation = parts.config, parts.device.type, parts.speculation
-    library = native() if kind == "cpu" else None
-    has_tiles = library is not None and library.isa is Isa.AMX
-    default_tokens = max(_MAX_NUM_BATCHED_TOKENS["tiles" if has_tiles else kind], config.max_num_seqs or 0)
-    max_num_batched_tokens = config.max_num_batched_tokens or default_tokens
+    max_num_batched_tokens = config.max_num_batched_tokens or max(default_step_tokens(kind), config.max_num_seqs or 0)
     max_num_seqs = config.max_num_seqs or min(_MAX_NUM_SEQS[kind], max_num_batched_tokens)
     max_model_len, is_whole = config.max_model_len or parts.model.max_model_len, parts.model.capabilities.both_ways
     whole_step = max_num_batched_tokens if is_whole else 0
