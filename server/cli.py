@@ -5,6 +5,7 @@ It imports little, so that --help is instant.
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import os
@@ -44,6 +45,22 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status: 0 done, 1 failed, 2 misused."""
     _open_streams()
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # where the interpreter's end writes what is left
+        if error.errno == errno.ENOSPC:  # a reader of a pipe that has enough is no fault
+            sys.stderr.write(f"quire: What it prints cannot be written: {error.strerror}.\n")
+        return 1
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", "help"):

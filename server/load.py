@@ -81,7 +81,8 @@ def load_model(
             engine = build_engine(plan.engine, report, hands_over=plan.hands_over, arbiter=arbiter)
             undo.callback(engine.stop, 0.0)
         tokenizer.hold_to(engine.facts.vocab_size)
-        if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
+        num_tokens = engine.config.num_blocks * engine.config.block_size
+        if num_tokens < min(_SMALL_POOL, engine.config.max_model_len + 1):
             log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
         loaded = _with_images(plan, engine, tokenizer)
         undo.pop_all()

@@ -13,6 +13,7 @@ from engine.core.errors import InvalidRequestError
 from engine.text.fields.body import Refused, RequestBody
 from engine.text.fields.chat import Conversation, Message
 from engine.text.tokenizer import token_text
+from server.answers.body import UNSUPPORTED
 from server.answers.model import aside
 from server.answers.parts import InModel
 from server.http.bodies import json_body
@@ -24,7 +25,7 @@ from server.protocol.documents import ResponseBody
 class TokenizeBody(Conversation):
     """A `prompt` or `messages`. Special tokens are added to a prompt only."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {"chat_template": Refused()}
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {"chat_template": UNSUPPORTED["chat_template"]}
 
     model: str | None = Field(None, description="The served model or adapter; absent means the model of the daemon.")
     prompt: str | None = Field(

@@ -230,6 +230,9 @@ def test_tiles_that_win_are_taken(with_tiles: Library, monkeypatch: pytest.Monke
     monkeypatch.setattr(tiles, "repeat", lambda call, **_: [call() or next(clock)])
     monkeypatch.setattr(tiles, "_ROWS", (16, 8))
     clock = cycle((1.0, 2.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "equal", lambda *_: False)
+        assert tiles._least_rows(tile_model(), WeightFormat.Q8) == 0  # with other bits
     found = tiles.measure_tiles(tile_model())
     assert [rows for rows in found if rows < tiles.NEVER] == [8] * (len(WeightFormat) - 2)
     assert best_isa() is not Isa.AMX  # which no start has proved

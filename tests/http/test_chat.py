@@ -102,7 +102,11 @@ def test_what_is_told_about_the_prompt(post: Post) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "text"),
-    [({"prompt": "né"}, "né"), ({"messages": HELLO}, "hello|"), ({"prompt": "x" * 2500}, "x" * 2500)],
+    [
+        ({"prompt": "né"}, "né"),
+        ({"messages": HELLO, "chat_template": ""}, "hello|"),
+        ({"prompt": "x" * 2500}, "x" * 2500),
+    ],
 )
 def test_tokenize_and_back(post: Post, fields: dict[str, Any], text: str) -> None:
     answer = post("/tokenize", **fields, return_token_strs=True)

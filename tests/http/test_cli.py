@@ -164,6 +164,25 @@ def test_help_and_version_are_also_words(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[: len(lines) // 2 - 1] == lines[len(lines) // 2 - 1 : -2]
 
 
+def test_a_full_or_closed_output_is_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with Path("/dev/full").open("w") as full, os.fdopen(writing, "w") as closed:
+        for output, said in (
+            (full, "quire: What it prints cannot be written: No space left on device.\n"),
+            (closed, ""),
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", "server", "--version"],
+                stdout=output,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+                cwd=ROOT,
+            )
+            assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_help_about_no_setting_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help=zzz"]) == 2
     assert capsys.readouterr().err == "quire: No setting has 'zzz' in its name; `quire serve --help=all` lists them.\n"
