@@ -51,11 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
             raise
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # where the interpreter's end writes what is left
+        # What is left is written as the interpreter ends, and would fail there, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.ENOSPC:  # a reader of a pipe that has enough is no fault
-            sys.stderr.write(f"quire: What it prints cannot be written: {error.strerror}.\n")
+            sys.stderr.write(f"quire: The output cannot be written: {error.strerror}.\n")
         return 1
     return status
 

@@ -82,7 +82,7 @@ def load_model(
             undo.callback(engine.stop, 0.0)
         tokenizer.hold_to(engine.facts.vocab_size)
         num_tokens = engine.config.num_blocks * engine.config.block_size
-        if num_tokens < min(_SMALL_POOL, engine.config.max_model_len + 1):
+        if num_tokens < _SMALL_POOL and num_tokens <= engine.config.max_model_len:
             log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
         loaded = _with_images(plan, engine, tokenizer)
         undo.pop_all()

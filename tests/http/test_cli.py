@@ -169,7 +169,7 @@ def test_a_full_or_closed_output_is_no_traceback() -> None:
     os.close(reading)
     with Path("/dev/full").open("w") as full, os.fdopen(writing, "w") as closed:
         for output, said in (
-            (full, "quire: What it prints cannot be written: No space left on device.\n"),
+            (full, "quire: The output cannot be written: No space left on device.\n"),
             (closed, ""),
         ):
             done = subprocess.run(

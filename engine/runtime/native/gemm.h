@@ -180,7 +180,7 @@ struct complete {
     int64_t panel, first, num, num_done;
 };
 
-/* Up to `most` more rows: sums, plus bias, perhaps activated, rounded into y. */
+/* Up to `most_rows` more of them: sums, plus bias, perhaps activated, rounded into y. */
 INLINE void finish_as(const struct gemm_args *a, struct complete *c, int64_t most_rows, enum dtype y_dtype) {
     int64_t most = panel_columns_of(&a->w), first = c->panel * most, rest = num_columns_of(&a->w) - first;
     int64_t end = c->num_done + most_rows < c->num ? c->num_done + most_rows : c->num;
@@ -225,7 +225,7 @@ struct ahead {
     size_t num, step;
 };
 
-/* A product on tiles, which leave vectors free: they finish the rows of one group while the next one is multiplied. */
+/* A product on tiles. While tiles of one group wait for its rows, vectors finish the rows of the group before. */
 struct tiling {
     const struct gemm_args *a;
     struct complete before;
@@ -434,8 +434,12 @@ static void multiply_slice(struct tiling *tiling, const struct gemm_share *share
         if (prepares) gemm_prepare(a, first, num_rows, p);
         const char *rows = (const char *)a->rows + (size_t)first * gemm_row_bytes(a) + s.at * (size_t)num_rows * 4;
         float *done = sums + (first - block_start) * PANEL;
-        if (num_rows == 1) finish_rows(a, &tiling->before, MOST_ROWS), row_dot_tiles(s.from, rows, s.num, done, s.at == 0);
-        else panel_dot_group_tiles((size_t)num_rows, s.from, rows, s.num, done, s.at == 0, s.ahead, tiling);
+        if (num_rows == 1) {
+            finish_rows(a, &tiling->before, MOST_ROWS); /* their sums may be where these come */
+            row_dot_tiles(s.from, rows, s.num, done, s.at == 0);
+        } else {
+            panel_dot_group_tiles((size_t)num_rows, s.from, rows, s.num, done, s.at == 0, s.ahead, tiling);
+        }
         s.ahead.from += s.num / TILE_LANES * s.ahead.num * s.ahead.step;
         if (!is_last) continue;
         if (a->addends) add_low_rank(a, first, num_rows, p, done);

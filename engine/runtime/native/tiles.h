@@ -52,7 +52,7 @@ INLINE void tile_shape(struct tile_shapes *shapes, int tile, size_t rows, size_t
 #define tile_release() TILE_ASM("tilerelease", "i"(0))
 #define tile_zero(tile) TILE_ASM("tilezero %%tmm" #tile, "i"(0))
 #define tile_load(tile, from, stride) TILE_ASM("tileloadd (%0,%1,1), %%tmm" #tile, "r"(from), "r"((size_t)(stride)))
-/* The same of what is read once in a while: what the first cache keeps stays there. */
+/* The same, past the first cache, which keeps what it has. */
 #define tile_load_once(tile, from, stride) TILE_ASM("tileloaddt1 (%0,%1,1), %%tmm" #tile, "r"(from), "r"((size_t)(stride)))
 #define tile_store(tile, to, stride) TILE_ASM("tilestored %%tmm" #tile ", (%0,%1,1)", "r"(to), "r"((size_t)(stride)))
 #define tile_dot_bf16(c, a, b) TILE_ASM("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c, "i"(0))
