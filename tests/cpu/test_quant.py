@@ -80,7 +80,7 @@ def exact_bytes(num_rows: int, num_inputs: int) -> Tensor:
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_type_of_a_gguf_file(library: Library, kind: Kind, dtype: torch.dtype) -> None:
-    """All others have the bits of the machine's best, which the next test compares."""
+    """The instruction sets that are left out have the bits of the second one here, as the next test shows."""
     torch.manual_seed(0)
     rows, bias = random_rows(75, 512, kind), torch.randn(75).to(dtype)
     linear = quantised(library, [StoredRows(int(kind), rows)], 512, dtype, bias)
