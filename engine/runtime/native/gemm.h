@@ -11,7 +11,7 @@ enum {
     SLICE = 320,                           /* lanes at most: 40 KiB of a panel */
     TILE_SLICE = 288,                      /* the same on tiles, where rows are read past the first cache, */
     SHORT_SLICE = 96,                      /* and beside few groups, which wait for the panel */
-    FEW_GROUPS = 5,
+    FEW_GROUPS = 2,
     BLOCK_GROUPS = 16,                     /* groups whose sums are kept on the stack, */
     BLOCK_PANELS = HAS_TILES ? 8 : 1,      /* for so many panels */
     BLOCK_SUMS = BLOCK_GROUPS * MOST_ROWS * PANEL,
@@ -219,11 +219,20 @@ static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t fi
     finish_rows(a, &(struct complete){sums, panel, first, num, 0}, num);
 }
 
-/* What a product on tiles fetches beside each tile of lanes: `num` lines, `step` bytes apart, from `from` on. */
+/* What a product on tiles fetches beside each tile of lanes: `num` lines, each `step` bytes behind the one before, and behind `end` one
+ * line further from `from` on. */
 struct ahead {
-    const char *from;
+    const char *from, *at, *end;
     size_t num, step;
 };
+
+INLINE void fetch_ahead(struct ahead *ahead) {
+    for (size_t i = 0; i < ahead->num; i++) {
+        __builtin_prefetch(ahead->at, 0, 2);
+        ahead->at += ahead->step;
+        if (ahead->at >= ahead->end) ahead->at = ahead->from += 64;
+    }
+}
 
 /* A product on tiles. While tiles of one group wait for its rows, vectors finish the rows of the group before. */
 struct tiling {
@@ -234,7 +243,7 @@ struct tiling {
 
 /* The same for up to two tiles of rows, and lanes that fill whole tiles, or one in part. */
 INLINE void panel_dot_tiles(int is_high, size_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums,
-                            int is_first, struct ahead ahead, struct tiling *tiling) {
+                            int is_first, struct ahead *ahead, struct tiling *tiling) {
     const size_t width = PANEL * 4, num_tiles = (lanes - 1) / TILE_LANES + 1;
     struct complete *before = &tiling->before;
     const int64_t at_once = (before->num - before->num_done + (int64_t)num_tiles - 1) / (int64_t)num_tiles;
@@ -247,7 +256,7 @@ INLINE void panel_dot_tiles(int is_high, size_t num, const uint32_t *panel, cons
         if (is_high) tile_load(2, last, width), tile_load(3, last + TILE_ROWS, width);
     }
     for (size_t l = 0; l < lanes; l += TILE_LANES, rows += num * TILE_BYTES, panel += TILE_LANES * PANEL) {
-        for (size_t i = 0; i < ahead.num; i++, ahead.from += ahead.step) __builtin_prefetch(ahead.from, 0, 2);
+        fetch_ahead(ahead);
         if (at_once) finish_rows(tiling->a, before, at_once);
         tile_load_once(4, rows, TILE_BYTES);
         tile_load(6, panel, width);
@@ -264,7 +273,7 @@ INLINE void panel_dot_tiles(int is_high, size_t num, const uint32_t *panel, cons
 }
 
 static void panel_dot_group_tiles(size_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums, int is_first,
-                                  struct ahead ahead, struct tiling *tiling) {
+                                  struct ahead *ahead, struct tiling *tiling) {
     shape_products(&tiling->shapes, num, lanes < TILE_LANES ? lanes : TILE_LANES);
     if (num > TILE_ROWS) panel_dot_tiles(1, num, panel, rows, lanes, sums, is_first, ahead, tiling);
     else panel_dot_tiles(0, num, panel, rows, lanes, sums, is_first, ahead, tiling);
@@ -438,21 +447,21 @@ static void multiply_slice(struct tiling *tiling, const struct gemm_share *share
             finish_rows(a, &tiling->before, MOST_ROWS); /* their sums may be where these come */
             row_dot_tiles(s.from, rows, s.num, done, s.at == 0);
         } else {
-            panel_dot_group_tiles((size_t)num_rows, s.from, rows, s.num, done, s.at == 0, s.ahead, tiling);
+            panel_dot_group_tiles((size_t)num_rows, s.from, rows, s.num, done, s.at == 0, &s.ahead, tiling);
         }
-        s.ahead.from += s.num / TILE_LANES * s.ahead.num * s.ahead.step;
         if (!is_last) continue;
         if (a->addends) add_low_rank(a, first, num_rows, p, done);
         tiling->before = (struct complete){done, p, first, num_rows, 0};
     }
 }
 
-/* What is fetched during a slice whose next one is `next`: all of that, each group a part; by a group alone, which meets memory as
- * it comes, a line here and there of what is just ahead, for which the machine fetches the others. */
-INLINE struct ahead ahead_of(const uint32_t *slice, const uint32_t *next, int64_t num_groups) {
-    enum { LINES = TILE_LANES * PANEL * 4 / 64 };
-    if (num_groups == 1) return (struct ahead){(const char *)slice + NEAR, LINES / 8, 8 * 64};
-    return (struct ahead){(const char *)next, (size_t)((LINES - 1) / num_groups + 1), 64};
+/* What is fetched during a slice of `num` lanes whose next one is `next`: all of that, each group a part, a line of every page in turn,
+ * because the machine fetches the lines behind it in so many pages at once; by a group alone, which meets memory as it comes, what is
+ * just ahead. */
+INLINE struct ahead ahead_of(const uint32_t *slice, const uint32_t *next, size_t num, int64_t num_groups) {
+    enum { LINES = TILE_LANES * PANEL * 4 / 64, PAGE = 4096 };
+    const char *from = num_groups == 1 ? (const char *)slice + NEAR : (const char *)next;
+    return (struct ahead){from, from, from + num * PANEL * 4, (size_t)((LINES - 1) / num_groups + 1), num_groups == 1 ? 64 : PAGE};
 }
 
 /* Pairs of bfloat16 on tiles. */
@@ -473,7 +482,7 @@ static void gemm_tiles(const struct gemm_args *a, const struct gemm_share *share
             const uint32_t *from = panel + at * PANEL, *next = panel + (size_t)(end - p) * lanes * PANEL;
             if (at + num < lanes) next = from + num * PANEL;
             for (int64_t i = p; i < end; i++, from += lanes * PANEL) {
-                struct ahead ahead = ahead_of(from, i + 1 < end ? from + lanes * PANEL : next, num_groups);
+                struct ahead ahead = ahead_of(from, i + 1 < end ? from + lanes * PANEL : next, num, num_groups);
                 multiply_slice(&tiling, share, i, (struct slice){from, ahead, at, num}, sums + (i - p) * BLOCK_SUMS);
             }
         }
