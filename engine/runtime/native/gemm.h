@@ -219,21 +219,6 @@ static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t fi
     finish_rows(a, &(struct complete){sums, panel, first, num, 0}, num);
 }
 
-/* What a product on tiles fetches beside each tile of lanes: `num` lines, each `step` bytes behind the one before, and behind `end` one
- * line further from `from` on. */
-struct ahead {
-    const char *from, *at, *end;
-    size_t num, step;
-};
-
-INLINE void fetch_ahead(struct ahead *ahead) {
-    for (size_t i = 0; i < ahead->num; i++) {
-        __builtin_prefetch(ahead->at, 0, 2);
-        ahead->at += ahead->step;
-        if (ahead->at >= ahead->end) ahead->at = ahead->from += 64;
-    }
-}
-
 /* A product on tiles. While tiles of one group wait for its rows, vectors finish the rows of the group before. */
 struct tiling {
     const struct gemm_args *a;
@@ -256,7 +241,7 @@ INLINE void panel_dot_tiles(int is_high, size_t num, const uint32_t *panel, cons
         if (is_high) tile_load(2, last, width), tile_load(3, last + TILE_ROWS, width);
     }
     for (size_t l = 0; l < lanes; l += TILE_LANES, rows += num * TILE_BYTES, panel += TILE_LANES * PANEL) {
-        fetch_ahead(ahead);
+        fetch_ahead(ahead, 0);
         if (at_once) finish_rows(tiling->a, before, at_once);
         tile_load_once(4, rows, TILE_BYTES);
         tile_load(6, panel, width);
@@ -368,15 +353,23 @@ static void add_low_rank(const struct gemm_args *a, int64_t first, int64_t num_r
 }
 
 static void gemm_quantised(const struct gemm_args *a, const struct gemm_share *share) {
-    float sums[(QROWS > GROUP ? QROWS : GROUP) * PANEL];
+    float sums[BLOCK_GROUPS * QROWS * PANEL];
+    int64_t num_blocks = quant_num_blocks(a->w.k), block_start = gemm_group_start(a, share->group_begin);
+    int64_t most = quant_part_blocks(&a->w, share->group_end - share->group_begin);
     for (int64_t p = share->panel_begin; p < share->panel_end; p++)
-        for (int64_t g = share->group_begin; g < share->group_end; g++) {
-            int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
-            gemm_prepare(a, first, num_rows, p);
-            quant_panel(&a->w, a->rows, first, num_rows, p, sums, g - share->group_begin,
-                        share->group_end - share->group_begin);
-            if (a->addends) add_low_rank(a, first, num_rows, p, sums);
-            gemm_finish(a, sums, first, num_rows, p);
+        for (struct part part = {0, most}; part.first < num_blocks; part.first += most) {
+            int is_last = part.first + most >= num_blocks;
+            if (is_last) part.num = num_blocks - part.first;
+            for (int64_t g = share->group_begin; g < share->group_end; g++) {
+                int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
+                float *done = sums + (first - block_start) * PANEL;
+                if (is_last) gemm_prepare(a, first, num_rows, p);
+                quant_panel(&a->w, a->rows, first, num_rows, p, part, done, g - share->group_begin,
+                            share->group_end - share->group_begin);
+                if (!is_last) continue;
+                if (a->addends) add_low_rank(a, first, num_rows, p, done);
+                gemm_finish(a, done, first, num_rows, p);
+            }
         }
 }
 
@@ -422,7 +415,7 @@ static void gemm_quantised_tiles(const struct gemm_args *a, const struct gemm_sh
 /* Cache lines to fetch every four lanes. Groups that share a slice fetch the next one together. A group alone meets memory as it
  * comes, and fetches just ahead of where it is; for a single row what some machines fetch by themselves is enough. */
 INLINE size_t lines_ahead(const struct gemm_args *a, int64_t num_groups) {
-    return a->m == 1 && !fetches_one_row() ? 0 : (LINES_AHEAD - 1) / (size_t)num_groups + 1;
+    return a->m == 1 && !fetches_by_page() ? 0 : (LINES_AHEAD - 1) / (size_t)num_groups + 1;
 }
 
 /* A slice of a panel: `num` lanes from `at` on, and what is fetched meanwhile. */
@@ -455,13 +448,12 @@ static void multiply_slice(struct tiling *tiling, const struct gemm_share *share
     }
 }
 
-/* What is fetched during a slice of `num` lanes whose next one is `next`: all of that, each group a part, a line of every page in turn,
- * because the machine fetches the lines behind it in so many pages at once; by a group alone, which meets memory as it comes, what is
- * just ahead. */
+/* What is fetched during a slice of `num` lanes whose next one is `next`: all of that, each group a part; by a group alone, which meets
+ * memory as it comes, what is just ahead. */
 INLINE struct ahead ahead_of(const uint32_t *slice, const uint32_t *next, size_t num, int64_t num_groups) {
-    enum { LINES = TILE_LANES * PANEL * 4 / 64, PAGE = 4096 };
-    const char *from = num_groups == 1 ? (const char *)slice + NEAR : (const char *)next;
-    return (struct ahead){from, from, from + num * PANEL * 4, (size_t)((LINES - 1) / num_groups + 1), num_groups == 1 ? 64 : PAGE};
+    enum { LINES = TILE_LANES * PANEL * 4 / 64 };
+    if (num_groups == 1) return lines_from((const char *)slice + NEAR, num * PANEL * 4, LINES);
+    return pages_from((const char *)next, num * PANEL * 4, (size_t)((LINES - 1) / num_groups + 1), 0);
 }
 
 /* Pairs of bfloat16 on tiles. */

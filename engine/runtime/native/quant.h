@@ -186,18 +186,26 @@ INLINE void quant_dot_group(struct quant_format f, int R, const char *block, int
     }
 }
 
-/* Some vectors of a panel, from vector `v0` on, against R rows: out[R][PANEL]. Meanwhile `lines` cache lines a
- * block are fetched from `ahead` on. */
+/* Blocks of a panel, from a multiple of SUPER on. */
+struct part {
+    int64_t first, num;
+};
+
+/* Some vectors of a part of a panel, from vector `v0` on, against R rows: out[R][PANEL], which has the sums of the parts before.
+ * Meanwhile memory is fetched beside each block. */
 INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char *panel, int64_t first_row, int v0,
-                      struct quant_group x, float *out, const char *ahead, size_t lines) {
+                      struct quant_group x, struct part part, float *out, struct ahead ahead) {
     const struct quant_format f = quant_format_of(format);
     const int num = vectors_of(R);
     const vu table = f.has_table ? load_table(quant_table_of(w->format)) : splat_u(0);
     vf acc[QROWS][QALONE];
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int v = 0; v < num; v++) acc[r][v] = splat(0);
+        UNROLL for (int v = 0; v < num; v++) acc[r][v] = part.first ? load_f(out + r * PANEL + (v0 + v) * W) : splat(0);
+    const int64_t groups = part.first * (QBLOCK / f.group), end = part.first + part.num;
+    x.bytes += part.first * (QBLOCK / 4) * R, x.scales += part.first * R, x.starts += groups * R, x.sums += groups * R;
+    panel += (size_t)part.first * quant_block_bytes(f) + (size_t)(part.first / SUPER * quant_super_bytes(f));
     struct supers supers = {0};
-    for (int64_t b = 0; b < quant_num_blocks(w->k); b++, panel += quant_block_bytes(f)) {
+    for (int64_t b = part.first; b < end; b++, panel += quant_block_bytes(f)) {
         if (f.scale == SCALE_CODE && b % SUPER == 0) {
             UNROLL for (int v = 0; v < num; v++) {
                 supers.scale[v] = load_f16(panel + (v0 + v) * W * 2) * f.unit;
@@ -205,12 +213,7 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
             }
             panel += quant_super_bytes(f);
         }
-        for (size_t i = 0; i < lines; i++, ahead += 64) {
-            if (R == 1 && !fetches_one_row())
-                __builtin_prefetch(ahead, 0, 3);
-            else
-                __builtin_prefetch(ahead, 0, 2);
-        }
+        fetch_ahead(&ahead, R == 1 && !fetches_by_page());
         UNROLL for (int g = 0; g < QBLOCK / f.group; g++) {
             quant_dot_group(f, R, panel, g, v0, table, &supers, x, acc);
             x.bytes += f.group / 4 * R;
@@ -219,7 +222,7 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
         x.scales += R;
     }
     UNROLL for (int v = 0; v < num; v++) {
-        int is_of_row = f.scale == SCALE_OF_ROW;
+        int is_of_row = f.scale == SCALE_OF_ROW && end == quant_num_blocks(w->k);
         vf scale = is_of_row ? load_f((const float *)w->scales + first_row + (v0 + v) * W) : splat(1);
         UNROLL for (int r = 0; r < R; r++)
             store_f(out + r * PANEL + (v0 + v) * W, is_of_row ? acc[r][v] * scale : acc[r][v]);
@@ -229,12 +232,12 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
 #define QUANT_CASE(F, R)                                                                   \
     case R:                                                                                \
         if (R > QROWS) break;                                                              \
-        for (int v = 0; v < PANEL / W; v += vectors_of(R), lines = 0)                      \
-            quant_dot(F, R, w, panel, first_row, v, x, out, ahead, lines);                 \
+        for (int v = 0; v < PANEL / W; v += vectors_of(R), ahead.num = 0)                  \
+            quant_dot(F, R, w, panel, first_row, v, x, part, out, ahead);                  \
         break;
 #define DEFINE_QUANT_DOT(F)                                                                                       \
     static void quant_dot_##F(const struct linear *w, const char *panel, int64_t first_row, struct quant_group x, \
-                              int64_t num, float *out, const char *ahead, size_t lines) {                         \
+                              int64_t num, struct part part, float *out, struct ahead ahead) {                    \
         switch (num) {                                                                                            \
             QUANT_CASE(F, 1) QUANT_CASE(F, 2) QUANT_CASE(F, 3) QUANT_CASE(F, 4) QUANT_CASE(F, 5) QUANT_CASE(F, 6) \
         }                                                                                                         \
@@ -254,26 +257,38 @@ INLINE int32_t kernel_of(int32_t format) {
 
 EACH_KERNEL(DEFINE_QUANT_DOT)
 
-typedef void quant_dot_rows(const struct linear *, const char *, int64_t, struct quant_group, int64_t, float *,
-                            const char *, size_t);
+typedef void quant_dot_rows(const struct linear *, const char *, int64_t, struct quant_group, int64_t, struct part,
+                            float *, struct ahead);
 
-/* out[num][PANEL] = one group of packed rows . one panel. If it is the group `turn` of several, `turns`, it fetches its
- * share of the next panel meanwhile: only the first of them would wait for memory, with nothing else to do. A group alone
+/* Blocks of a part of a panel that stays in the first cache while `num_groups` groups of rows pass; parts are of about one size. One
+ * group reads a panel once, and many are bound by their products. */
+static int64_t quant_part_blocks(const struct linear *w, int64_t num_groups) {
+    enum { PART_BYTES = 32 << 10, MANY_GROUPS = 8 };
+    int64_t num_blocks = quant_num_blocks(w->k);
+    if (num_groups == 1 || num_groups > MANY_GROUPS || !fetches_by_page()) return num_blocks;
+    int64_t num_parts = (int64_t)quant_panel_bytes(quant_format_of(w->format), w->k) / PART_BYTES + 1;
+    return ((num_blocks - 1) / num_parts / SUPER + 1) * SUPER;
+}
+
+/* out[num][PANEL] += one group of packed rows . a part of a panel. If it is the group `turn` of several, `turns`, it fetches its
+ * share of what comes next meanwhile: only the first of them would wait for memory, with nothing else to do. A group alone
  * fetches just ahead of where it is. For a single row this is slower on some machines than what they fetch by themselves, which
  * wants lines in order: codes in several planes are not read so, and a block of them is fetched as it begins. */
-static void quant_panel(const struct linear *w, void *rows, int64_t first, int64_t num, int64_t p, float *out,
+static void quant_panel(const struct linear *w, void *rows, int64_t first, int64_t num, int64_t p, struct part part, float *out,
                         int64_t turn, int64_t turns) {
 #define ENTRY(F) [F] = quant_dot_##F,
     static quant_dot_rows *const dots[] = {EACH_KERNEL(ENTRY)};
 #undef ENTRY
+    const struct quant_format f = quant_format_of(w->format);
     int64_t num_blocks = quant_num_blocks(w->k);
-    size_t panel_bytes = quant_panel_bytes(quant_format_of(w->format), w->k);
+    size_t panel_bytes = quant_panel_bytes(f, w->k), block_lines = (panel_bytes / (size_t)num_blocks + 63) / 64;
     const char *panel = (const char *)w->packed + (size_t)p * panel_bytes;
-    size_t block_lines = (panel_bytes / (size_t)num_blocks + 63) / 64;
-    size_t lines = (block_lines - 1) / (size_t)turns + 1;
-    const char *ahead = panel + panel_bytes + (size_t)(turn * num_blocks) * lines * 64;
-    int bits = quant_format_of(w->format).bits, has_planes = bits & (bits - 1);
-    if (turns == 1) ahead = panel + (has_planes ? 4 : 1) * QNEAR;
-    if (num == 1 && !fetches_one_row()) ahead = panel, lines = has_planes ? lines : 0;
-    dots[kernel_of(w->format)](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, out, ahead, lines);
+    size_t lines = (block_lines - 1) / (size_t)turns + 1, before = (size_t)(turn * part.num) * lines;
+    const char *next = panel + (size_t)(part.first + part.num) * panel_bytes / (size_t)num_blocks; /* part or panel */
+    int bits = f.bits, has_planes = bits & (bits - 1);
+    struct ahead ahead = lines_from(panel + panel_bytes + before * 64, panel_bytes, lines);
+    if (turns == 1) ahead = lines_from(panel + (has_planes ? 4 : 1) * QNEAR, panel_bytes, lines);
+    else if (fetches_by_page()) ahead = pages_from(next, (size_t)part.num * block_lines * 64, lines, before);
+    if (num == 1 && !fetches_by_page()) ahead = lines_from(panel, panel_bytes, has_planes ? lines : 0);
+    dots[kernel_of(w->format)](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, part, out, ahead);
 }
