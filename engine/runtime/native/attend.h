@@ -28,6 +28,7 @@ struct scratch {
     size_t num_rows, strip_rows; /* of the task; of each strip but the last */
     int64_t position;            /* of the task's first query; shared keys are all before it */
     const int32_t *ends;         /* of the task's queries; NULL: behind their own keys */
+    const struct attend_task *next; /* what this thread probably takes then, or NULL */
     uint64_t shapes; /* the name of those that tiles have */
 };
 
@@ -268,10 +269,13 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
     const enum kind read_as = kind == KIND_TILES ? KIND_BF16_DOT : kind;
     for (int64_t key = begin; key < stop; key += CHUNK) {
         int64_t end = key + CHUNK < stop ? key + CHUNK : stop;
-        int64_t next_end = end + CHUNK < task->key_end ? end + CHUNK : task->key_end;
+        int is_last = end == task->key_end && s->next;
+        const struct attend_task *next_task = is_last ? s->next : task;
+        int64_t next_key = is_last ? next_task->key_begin : end;
+        int64_t next_end = next_key + CHUNK < next_task->key_end ? next_key + CHUNK : next_task->key_end;
         if (kind != KIND_INT16) prefetch_int8(a, task, a->pool.v, key, end);
         struct chunk c = locate(a, task, key, end, &s->copies, read_as);
-        look_ahead(a, task, end, next_end, &c, kind);
+        look_ahead(a, task, next_task, next_key, next_end, &c, kind);
         size_t num_tiles = c.num_tiles;
         for (size_t first = 0; first < s->num_rows; first += block) {
             size_t last = first + block < s->num_rows ? first + block : s->num_rows;
@@ -284,7 +288,7 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
                 if (kind == KIND_TILES) score_strip_tiles(next - r, rows, &c, dim, scores, &s->shapes);
                 else score_strip(kind, next - r, rows, s->query_units + r, &c, dim, scores);
             }
-            if (first == 0 && kind != KIND_INT16) prefetch_int8(a, task, a->pool.k, end, next_end);
+            if (first == 0 && kind != KIND_INT16) prefetch_int8(a, next_task, a->pool.k, next_key, next_end);
             soften(a, s, &c, first, last - first, key, end, read_as);
             for (size_t r = first; r < last; r = next) {
                 next = r + s->strip_rows < last ? r + s->strip_rows : last;
@@ -398,8 +402,9 @@ enum { MOST_INT16 = INT32_MAX / (INT16_MAX * 127) }; /* products that 32 bits ho
 
 /* How scores are multiplied. Numbers of an int8 pool are widened to what the queries' type is multiplied in, or to 16 bits, as
  * which queries and weights of 16-bit types lose less than by their own rounding. */
-void attend(const struct attend_args *a, const struct attend_task *task, void *memory) {
+void attend(const struct attend_args *a, const struct attend_task *task, const struct attend_task *next, void *memory) {
     struct scratch s = carve(a, memory);
+    s.next = next;
     enum kind kind = kind_of((enum dtype)a->pool.dtype);
     if (a->pool.is_int8 && kind < KIND_BF16_DOT) kind = KIND_F32;
     if (HAS_INT16 && a->pool.is_int8 && a->pool.v && a->pool.dtype != DT_F32 && a->pool.head_dim <= MOST_INT16) {

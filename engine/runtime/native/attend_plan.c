@@ -28,7 +28,7 @@ struct plan {
 struct attend_job {
     const struct attend_args *args;
     const struct attend_task *tasks;
-    int64_t num_tasks;
+    int64_t num_tasks, threads;
     size_t scratch_bytes;
     double pause_at;
     atomic_llong next;
@@ -43,7 +43,8 @@ static void take_tasks(void *context) {
         return;
     }
     for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_tasks;) {
-        attend(job->args, &job->tasks[i], scratch);
+        const struct attend_task *next = i + job->threads < job->num_tasks ? &job->tasks[i + job->threads] : NULL;
+        attend(job->args, &job->tasks[i], next, scratch);
         if (team_must_pause(job->pause_at)) break;
     }
     free(scratch);
@@ -52,7 +53,7 @@ static void take_tasks(void *context) {
 static enum status run_tasks(const struct plan *plan, int64_t begin, int64_t end) {
     if (begin == end) return QUIRE_OK;
     size_t scratch = attend_scratch(plan->args);
-    struct attend_job job = {plan->args, plan->tasks + begin, end - begin, scratch, HUGE_VAL, 0, 0};
+    struct attend_job job = {plan->args, plan->tasks + begin, end - begin, plan->threads, scratch, HUGE_VAL, 0, 0};
     do {
         job.pause_at = team_pause_at();
         team_run(take_tasks, &job, plan->threads);

@@ -29,8 +29,8 @@ INLINE void score_tiles(int T, const char *rows, const char *const *keys, const 
     EACH_SUM(ZERO, )
     for (size_t l = 0; l < dim / 2; l += TILE_ROWS) {
         const size_t lanes = dim / 2 - l < TILE_ROWS ? dim / 2 - l : TILE_ROWS;
-        for (int t = 0; ahead && t < T; t++)
-            for (size_t i = l; i < l + lanes; i++) __builtin_prefetch(ahead[t] + i * TILE_BYTES, 0, 2);
+        for (size_t i = l; ahead && i < l + lanes; i++)
+            for (int t = 0; t < T; t++) __builtin_prefetch(ahead[t] + i * TILE_BYTES, 0, 2);
         if (lanes == TILE_ROWS) {
             tile_load(4, rows + l * 4, dim * 2);
             EACH_SUM(SCORE, 4, 6)
@@ -68,8 +68,9 @@ INLINE void weigh_tiles(int D, const float *weights, float *sums, const struct c
     EACH_SUM(LOAD)
     for (size_t t = 0; t < c->num_tiles; t++) {
         const char *values = c->v[t] + d * 4;
-        const char *ahead = d == 0 ? c->next_k[t] : NULL;
-        for (size_t i = 0; ahead && i < dim / 2; i++, ahead += c->lane_stride * 4) __builtin_prefetch(ahead, 0, 2);
+        for (size_t i = t * dim / 2 / c->num_tiles; d == 0 && i < (t + 1) * dim / 2 / c->num_tiles; i++)
+            for (size_t j = 0; j < CHUNK / TILE; j++)
+                if (c->next_k[j]) __builtin_prefetch(c->next_k[j] + i * c->lane_stride * 4, 0, 2);
         tile_load(5, (const char *)weights + t * TILE * 2, CHUNK * 4);
         EACH_SUM(WEIGH)
     }

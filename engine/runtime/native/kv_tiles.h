@@ -287,18 +287,18 @@ INLINE int is_fetching(const struct attend_args *a, const struct attend_task *ta
     return a->pool.block_size >= TILE && task->num_queries == 1;
 }
 
-/* Prefetch during the chunk: its V, and K of [key, end). Line by line between products, because lines requested in a
- * burst wait for one another, and the products wait for them. */
-INLINE void look_ahead(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
-                       struct chunk *c, enum kind kind) {
+/* Prefetch during the chunk: its V, and K of [key, end) of `next`, the same task or the one behind it. A line of every tile in turn,
+ * between products: lines requested in a burst wait for one another, and the products wait for them. */
+INLINE void look_ahead(const struct attend_args *a, const struct attend_task *task, const struct attend_task *next, int64_t key,
+                       int64_t end, struct chunk *c, enum kind kind) {
     struct layout l = layout_of(&a->pool);
     c->is_cold = is_fetching(a, task) && (!a->pool.is_int8 || kind == KIND_INT16);
     size_t lane_stride = l.block_size * l.lane;
     c->line_stride = lane_stride < 64 ? 64 : lane_stride, c->num_lines = l.dim / TILE * lane_stride / c->line_stride;
     for (size_t t = 0; t < CHUNK / TILE; t++, key += TILE) {
         c->next_k[t] = NULL;
-        if (!c->is_cold || key + TILE > end) continue;
-        struct place place = place_of(a, task, key);
+        if (!c->is_cold || key >= end) continue;
+        struct place place = place_of(a, next, key);
         c->next_k[t] = k_at(&a->pool, l, place);
         if (!a->pool.is_int8) continue;
         __builtin_prefetch(scale_at(a->pool.k, l, place), 0, 2);

@@ -376,7 +376,7 @@ typedef void range_work(const void *args, int64_t begin, int64_t end);
 /* The kernels: what is compiled for an instruction set (kernels_*.c). */
 range_work store_int8;
 size_t attend_scratch(const struct attend_args *); /* bytes a thread needs */
-void attend(const struct attend_args *, const struct attend_task *, void *scratch);
+void attend(const struct attend_args *, const struct attend_task *, const struct attend_task *next, void *scratch);
 void attend_merge(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
 /* A product, its rows packed in groups. */
 int64_t gemm_num_groups(const struct gemm_args *);
