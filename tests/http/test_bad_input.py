@@ -20,6 +20,7 @@ TEXT_OR_LIST = "Input should be a string or a list, not 5"
 TEXT = {"prompt": "x|"}
 HELLO = {"messages": [{"role": "user", "content": "x"}]}
 TOOL = {"type": "function", "function": {"name": "a"}}
+CALLED = {"role": "assistant", "content": "x", "tool_calls": [TOOL]}
 PART = {"type": "text", "text": "x"}
 CALLS = [{"id": "b", "index": 0, "x": 1, "function": {"name": "a", "arguments": "{}"}}]
 
@@ -191,6 +192,11 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"audio": {"voice": "a"}}, "audio", "unsupported_parameter"),
         ({"continue_final_message": True}, "continue_final_message", "invalid_value"),
+        (
+            {"continue_final_message": True, "messages": [*HELLO["messages"], CALLED]},
+            "continue_final_message",
+            "invalid_value",
+        ),
     ],
 )
 def test_a_conversation_that_cannot_be_is_a_400_that_names_the_field(

@@ -207,6 +207,12 @@ class Conversation(RequestBody):
                 f"continue_final_message needs a last message of role assistant, not {last}.",
                 param="continue_final_message",
             )
+        if self.messages[-1].tool_calls:  # they stand behind the content, where the prompt would end
+            raise InvalidRequestError(
+                "continue_final_message continues the content of the last message, which has tool_calls behind it; leave "
+                "one of them out.",
+                param="continue_final_message",
+            )
 
     @property
     def num_chars(self) -> int:
