@@ -387,6 +387,7 @@ HINTS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"stream_interval": 4}, "stream_interval"),
     (COMPLETIONS, {"thinking_token_budget": 5}, "thinking_token_budget"),
     (COMPLETIONS, {"guided_regex": "a", "guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+    (COMPLETIONS, {"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     (CHAT, {"thinking_token_budget": 5}, "thinking_token_budget"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
     (CHAT, {"enable_thinking": True}, "enable_thinking"),
@@ -399,6 +400,7 @@ HINTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
     ("/v1/responses", {"input": "x", "priority": 1, "stream_options": {}}, "priority, stream_options"),
     ("/v1/messages", {"messages": HELLO["messages"], "max_tokens": 3, "priority": 1}, "priority"),
+    ("/v1/responses", {"input": "x", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ("/v1/responses", {"input": "x", "include": ["reasoning.encrypted_content", "all"]}, "include.all"),
     (
         CHAT,
