@@ -145,7 +145,8 @@ class Message(RequestBody):
         content = self.content
         if not isinstance(content, str):
             content = [{"type": "image"} if part["type"] == "image_url" else part for part in content]
-        shown = {**(self.model_extra or {}), "role": self.role, "content": content}
+        role = "tool" if self.role == "function" else self.role  # its older name, which templates leave out
+        shown = {**(self.model_extra or {}), "role": role, "content": content}
         if "reasoning" in shown:
             shown.setdefault("reasoning_content", shown["reasoning"])
         if self.tool_calls:
