@@ -78,7 +78,8 @@ ENDPOINTS = [
 ]
 # Headers that scripts of other origins may read.
 EXPOSED_HEADERS = (
-    *("x-request-id", "request-id", "x-quire-ignored-fields", "retry-after", "server-timing", "traceparent"),
+    *("x-request-id", "request-id", "x-quire-ignored-fields", "server-timing", "traceparent"),
+    *("retry-after", "retry-after-ms", "x-should-retry"),
     *(f"x-ratelimit-{kind}-{what}" for kind in ("limit", "remaining") for what in ("requests", "tokens")),
     "x-ratelimit-reset-tokens",
 )

@@ -109,9 +109,7 @@ Blocks = Annotated[list[Block], BeforeValidator(or_text(in_parts), json_schema_i
 class Turn(RequestBody):
     """A message."""
 
-    role: Literal["user", "assistant", "system"] = Field(
-        description="Who speaks: system, developer, user, assistant or tool."
-    )
+    role: Literal["user", "assistant", "system"] = Field(description="Who speaks: user, assistant or system.")
     content: Blocks = Field(description="The text, or a list of parts.")
 
     @model_validator(mode="after")

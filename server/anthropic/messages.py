@@ -146,7 +146,7 @@ class OutputFormat(RequestBody):
 
 class OutputConfig(RequestBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="How much the model reasons: none, minimal, low, medium, high."
+        None, description="How much the model reasons: low, medium, high, xhigh, max."
     )
     format: OutputFormat | None = Field(None, description="The form of the answer's text.")
 
@@ -201,7 +201,9 @@ class CountBody(TranslatedBody):
     messages: list[Turn] = Field(min_length=1, description="The conversation, oldest turn first.")
     system: Blocks | None = Field(None, description="The system message.")
     tools: list[MessageTool] = Field(default_factory=list, description="The tools that the model may call.")
-    tool_choice: MessageToolChoice | None = Field(None, description="none, auto, required, or one tool.")
+    tool_choice: MessageToolChoice | None = Field(
+        None, description="Whether a tool may or must be used: auto if absent."
+    )
     thinking: ThinkingConfig = Field(
         default_factory=lambda: ThinkingConfig(type="adaptive"),
         description="Whether the model reasons, and its budget of tokens.",
@@ -312,7 +314,7 @@ class MessagesBody(CountBody):
     ANSWERED: ClassVar[Mapping[str, str]] = {"max_tokens": "max_tokens", "stop": "stop_sequences"}
 
     metadata: Metadata | None = Field(None, description="user_id names the tenant, as user does.")
-    max_tokens: Integer = Field(ge=1, description="The most tokens to generate; absent, up to the context's end.")
+    max_tokens: Integer = Field(ge=1, description="The most tokens to generate, reasoning included.")
     stop_sequences: list[str] = Field(
         default_factory=list, description="Texts that end the answer; they are not part of it."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BeforeValidator, Field
@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
+from engine.text.fields.body import IdleFields
 from engine.text.fields.chat import join_parts
 from server.answers.body import EngineBody
 from server.answers.content_guard import ContentGuard
@@ -38,6 +39,14 @@ _as_texts = BeforeValidator(_joined, json_schema_input_type=str | list[str] | li
 
 class ModerationBody(EngineBody):
     """The request."""
+
+    # The guard's requests are queued as this one, without a deadline, and the answer has no place for their times.
+    IDLE: ClassVar[IdleFields] = {
+        **EngineBody.IDLE,
+        "deadline_ms": lambda *_: True,
+        "max_queue_ms": lambda *_: True,
+        "include_metrics": lambda body, _: body.include_metrics,
+    }
 
     input: Annotated[Texts, Few, _as_texts] = Field(
         description="A text, a list of texts, each as a user's, or one text in parts."

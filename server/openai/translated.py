@@ -54,7 +54,8 @@ class TranslatedBody(RequestBody):
         "use_beam_search": Refused((False,), _SEARCHES),
     }
     IDLE: ClassVar[IdleFields] = {
-        "priority": lambda body, limits: bool(body.model_extra["priority"]) and not limits.has_priorities
+        "priority": lambda body, limits: bool(body.model_extra["priority"]) and not limits.has_priorities,
+        "guided_whitespace_pattern": lambda body, _: body.model_extra.get("guided_json") is None,
     }
     # chat's field -> this API's field that it is made of, which errors name
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}

@@ -8,8 +8,9 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import ShuttingDownError
+from engine.core.shown import shorten
 from engine.system.version import VERSION
-from server.answers.models import Models
+from server.answers.models import Entry, Models
 from server.answers.parts import InMetrics, InModels, InOwner, InShared, check_operator
 from server.protocol.errors import ApiError
 
@@ -23,7 +24,7 @@ def check_health(models: Models, stall_limit_s: float, name: str | None = None) 
     """
     if models.is_starting:
         raise ApiError(503, "model_loading", "The models of the start are being loaded.", type="server_error")
-    entries = models.entries if name is None else [models.find(name)]
+    entries = models.entries if name is None else [_named(models, name)]
     healths = [entry.parts.engine.health() for entry in entries if entry.parts is not None]
     if name is not None and entries[0].error:
         raise ApiError(503, "model_failed", entries[0].error, type="server_error")
@@ -34,6 +35,15 @@ def check_health(models: Models, stall_limit_s: float, name: str | None = None) 
     if stalled_s > stall_limit_s:
         message = f"The engine has work but made no step for {stalled_s:.0f} s."
         raise ApiError(503, "internal_error", message, type="server_error")
+
+
+def _named(models: Models, name: str) -> Entry:
+    """Return a model. Raises a 404, which names no other: probes need no key and no allowed host."""
+    try:
+        return models.find(name)
+    except ApiError as error:
+        error.message = f"The model {shorten(name)!r} is not served here."
+        raise
 
 
 @router.get("/health", response_class=PlainTextResponse)

@@ -28,9 +28,7 @@ class TokenizeBody(Conversation):
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {"chat_template": UNSUPPORTED["chat_template"]}
 
     model: str | None = Field(None, description="The served model or adapter; absent means the model of the daemon.")
-    prompt: str | None = Field(
-        None, description="A text, a list of texts, a list of token ids, or a list of such lists."
-    )
+    prompt: str | None = Field(None, description="A text, instead of messages.")
     messages: list[Message] = Field(default_factory=list, description="The conversation, oldest turn first.")
     add_special_tokens: bool | None = Field(
         None, description="Whether the tokenizer adds its special tokens, such as BOS."

@@ -20,6 +20,7 @@ TEXT_OR_LIST = "Input should be a string or a list, not 5"
 TEXT = {"prompt": "x|"}
 HELLO = {"messages": [{"role": "user", "content": "x"}]}
 TOOL = {"type": "function", "function": {"name": "a"}}
+CALLED = {"role": "assistant", "content": "x", "tool_calls": [TOOL]}
 PART = {"type": "text", "text": "x"}
 CALLS = [{"id": "b", "index": 0, "x": 1, "function": {"name": "a", "arguments": "{}"}}]
 
@@ -191,6 +192,11 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"audio": {"voice": "a"}}, "audio", "unsupported_parameter"),
         ({"continue_final_message": True}, "continue_final_message", "invalid_value"),
+        (
+            {"continue_final_message": True, "messages": [*HELLO["messages"], CALLED]},
+            "continue_final_message",
+            "invalid_value",
+        ),
     ],
 )
 def test_a_conversation_that_cannot_be_is_a_400_that_names_the_field(
@@ -381,6 +387,7 @@ HINTS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"stream_interval": 4}, "stream_interval"),
     (COMPLETIONS, {"thinking_token_budget": 5}, "thinking_token_budget"),
     (COMPLETIONS, {"guided_regex": "a", "guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+    (COMPLETIONS, {"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     (CHAT, {"thinking_token_budget": 5}, "thinking_token_budget"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
     (CHAT, {"enable_thinking": True}, "enable_thinking"),
@@ -393,6 +400,7 @@ HINTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
     ("/v1/responses", {"input": "x", "priority": 1, "stream_options": {}}, "priority, stream_options"),
     ("/v1/messages", {"messages": HELLO["messages"], "max_tokens": 3, "priority": 1}, "priority"),
+    ("/v1/responses", {"input": "x", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ("/v1/responses", {"input": "x", "include": ["reasoning.encrypted_content", "all"]}, "include.all"),
     (
         CHAT,

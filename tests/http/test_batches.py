@@ -257,6 +257,7 @@ def test_a_malformed_line_fails_the_batch_with_its_number(
     assert (error.code, error.line, error.param) == (code, 3, param)
     assert len(error.message) < 400
     assert "at line" not in error.message  # of the line, not of the file
+    assert "permitted, not" not in error.message  # whatever the value of a field that has no place
     assert batch.output_file_id is None
 
 

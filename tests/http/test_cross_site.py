@@ -101,6 +101,8 @@ def test_an_absolute_target_goes_before_host(live: Live) -> None:
 def test_probes_may_ask_by_any_name(live: Live) -> None:
     for path in ("/health", "/ready", "/health/"):
         assert exchange(live, "host: quire.default.svc", target=f"GET {path}")[0] == 200
+    unknown = httpx.get(f"{live.url}/health", params={"model": "x"}, headers={"host": "evil.example"})
+    assert (unknown.status_code, "parrot" in unknown.text) == (404, False), "a probe's caller learns only a status"
 
 
 def test_names_may_be_allowed(serve: Serve) -> None:

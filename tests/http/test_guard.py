@@ -290,7 +290,9 @@ def test_the_judged_prefix_is_cached(guarded: Callable[..., Live]) -> None:
 def test_moderations(url: str) -> None:
     for model in ("judge", "parrot"):  # the guard, or a model that has it
         body = {"model": model, "input": ["quiet", "a bomb"]}
-        answer = httpx.post(url + "/v1/moderations", json=body).json()
+        answered = httpx.post(url + "/v1/moderations", json={**body, "deadline_ms": 1, "include_metrics": True})
+        assert answered.headers["x-quire-ignored-fields"] == "deadline_ms, include_metrics"
+        answer = answered.json()
         assert answer["model"] == "judge"
         assert [each["flagged"] for each in answer["results"]] == [False, True]
         assert answer["results"][1]["categories"] == {"S1": True, "S9": True}

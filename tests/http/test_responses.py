@@ -361,6 +361,10 @@ def test_references_stand_for_stored_items(servers: Callable[..., httpx.Client])
     third = create(http, "three", previous_response_id=second["id"])  # it has the items themselves
     assert json.JSONDecoder().raw_decode(text_of(third))[0][:2] == whole
     assert create(http, [*references, {"role": "user", "content": "four"}])["status"] == "completed"
+    for contents in (["old", "other"], ["new"]):  # a client's own ids, one of which it uses again
+        create(http, [{"role": "user", "content": each, "id": f"msg_{place}"} for place, each in enumerate(contents)])
+    both = create(http, [{"type": "item_reference", "id": name} for name in ("msg_0", "msg_1")])
+    assert [each["content"] for each in json.JSONDecoder().raw_decode(text_of(both))[0]] == ["new", "other"]
     gone = error_of(http.post(PATH, json={"input": [{"type": "item_reference", "id": "msg_x"}]}), 404)
     assert (gone["code"], gone["param"]) == ("item_not_found", "input")
     assert "'msg_x'" in gone["message"]

@@ -186,9 +186,10 @@ def test_turns_with_calls_reach_the_template_as_objects(servers: Callable[..., h
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+        {"role": "function", "name": "weather", "content": "rain"},
     ]
     choice = choice_of(servers(template=template).post(PATH, json={"messages": messages, **TOOLS}))
-    assert choice["message"]["content"] == "weather+add;userhi;c1weatherRome;toolc1sun;"
+    assert choice["message"]["content"] == "weather+add;userhi;c1weatherRome;toolc1sun;toolrain;"
 
 
 def test_a_template_without_tools_is_told_of_them_in_words(servers: Callable[..., httpx.Client]) -> None:

@@ -14,8 +14,9 @@ _HEAD = f"""# Errors
 {{"error": {{"message": "...", "type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}}}}
 ```
 
-Under `/v1/messages` errors have Anthropic's shape: `{{"type": "error", "error": {{"type": ..., "message": ...}}, "request_id": ...}}`.
-In an open stream an error is an event, followed by `[DONE]`.
+Under `/v1/messages`, and `/v1/models` where `anthropic-version` is sent, errors have Anthropic's shape:
+`{{"type": "error", "error": {{"type": ..., "message": ...}}, "request_id": ...}}`. In an open stream an error is its last event:
+of chats and completions followed by `[DONE]`, of messages `error`, of responses `response.failed`.
 """
 
 # Code -> (status, when, what to do). test_reference.py holds this table to the codes in the code.

@@ -13,13 +13,13 @@ REQUEST = {
     "origin": "Checked for POST and DELETE: see --allowed-origins.",
     "content-type": "`application/json`; `multipart/form-data` for files.",
     "content-encoding": "Only `identity`.",
-    "anthropic-version": "Has no effect.",
+    "anthropic-version": "Errors of `/v1/models` have Anthropic's shape; no effect on other paths.",
     "traceparent": "The caller's trace; the request's spans join it, if traces are on.",
     "tracestate": "Travels with the trace.",
 }
 RESPONSE = {
     "x-request-id": "The request's name.",
-    "request-id": "The same, under `/v1/messages`.",
+    "request-id": "The same, under `/v1/messages`, and under `/v1/models` where `anthropic-version` was sent.",
     "x-quire-ignored-fields": "Fields of the request that were dropped, by name; of more than 20 the rest are counted.",
     "server-timing": "queue, prefill and decode in milliseconds, cached tokens, preemptions; not for streams.",
     "retry-after": "With 429 and 503: seconds until another try is worthwhile.",

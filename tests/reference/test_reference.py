@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.answers.body import ChatBody
-from server.app import routers
+from server.app import EXPOSED_HEADERS, routers
 from server.http.openapi import describe
 from server.openai.completions import CompletionBody
 from server.protocol.errors import _TABLE, _VALIDATION_CODES
@@ -88,3 +88,4 @@ def test_every_header_is_there() -> None:
     assert not {*REQUEST, *RESPONSE} - known
     ours = {name for name in known if re.fullmatch(r"x-(quire|ratelimit|should|request)-[a-z-]+", name)}
     assert not ours - {*REQUEST, *RESPONSE}
+    assert not RESPONSE.keys() - {*EXPOSED_HEADERS}, "pages of allowed origins read them, as OpenAI's client does"

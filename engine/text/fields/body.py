@@ -76,7 +76,7 @@ def _culprit(fault: ErrorDetails) -> str:
     value = fault["input"]
     if fault["type"] == "missing":
         return _instead(str(fault["loc"][-1]), value)
-    if fault["type"] == "value_error":
+    if fault["type"] in ("value_error", "extra_forbidden"):
         return ""
     if isinstance(value, int | float):
         return f", not {shorten(json.dumps(value))}"

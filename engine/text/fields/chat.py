@@ -145,7 +145,8 @@ class Message(RequestBody):
         content = self.content
         if not isinstance(content, str):
             content = [{"type": "image"} if part["type"] == "image_url" else part for part in content]
-        shown = {**(self.model_extra or {}), "role": self.role, "content": content}
+        role = "tool" if self.role == "function" else self.role  # its older name, which templates leave out
+        shown = {**(self.model_extra or {}), "role": role, "content": content}
         if "reasoning" in shown:
             shown.setdefault("reasoning_content", shown["reasoning"])
         if self.tool_calls:
@@ -205,6 +206,12 @@ class Conversation(RequestBody):
         if last != "assistant":
             raise InvalidRequestError(
                 f"continue_final_message needs a last message of role assistant, not {last}.",
+                param="continue_final_message",
+            )
+        if self.messages[-1].tool_calls:  # they stand behind the content, where the prompt would end
+            raise InvalidRequestError(
+                "continue_final_message continues the content of the last message, which has tool_calls behind it; leave "
+                "one of them out.",
                 param="continue_final_message",
             )
 

@@ -121,6 +121,7 @@ class SamplingFields(QueueFields, ConstraintFields):
 
     IDLE: ClassVar[IdleFields] = {
         **QueueFields.IDLE,
+        "guided_whitespace_pattern": lambda body, _: body.guided_json is None,
         "length_penalty": lambda body, _: body.length_penalty != 1.0 and not body.use_beam_search,
         "early_stopping": lambda body, _: body.early_stopping is not False and not body.use_beam_search,
     }

@@ -39,7 +39,7 @@ class Item(RequestBody):
     )
     id: str | None = Field(None, description="The identifier of the call or item.")
     role: Literal["system", "developer", "user", "assistant"] | None = Field(
-        None, description="Who speaks: system, developer, user, assistant or tool."
+        None, description="Who speaks: system, developer, user or assistant."
     )
     content: Words | None = Field(None, description="The text, or a list of parts.")
     call_id: str | None = Field(None, description="The call that this belongs to.")

@@ -135,7 +135,7 @@ async def _with_stored_items(responses: ResponseStore, owner: str, body: Body) -
     turns = responses.holding(owner, wanted)
 
     def resolve() -> Body:
-        stored = {item.id: item for turn in turns for item in _items(turn)}
+        stored = {item.id: item for turn in reversed(turns) for item in _items(turn)}  # of equal ids the latest
         items = [stored[item.id] if item.type == "item_reference" else item for item in body.input]
         return body.model_copy(update={"input": items})
 
