@@ -129,16 +129,15 @@ void gemm_pack_rows(const void *args, int64_t begin, int64_t end) {
         gemm_pack_group(a, g, (const char *)a->x + (size_t)(gemm_group_start(a, g) * a->x_stride) * size, a->x_stride);
 }
 
-/* sums[R][PANEL] += rows . panel over some lanes; `ahead` is fetched meanwhile, `lines` cache lines every four lanes. */
+/* sums[R][PANEL] += rows . panel over some lanes; memory is fetched every four lanes. */
 INLINE void panel_dot(enum kind kind, int R, const uint32_t *panel, const char *rows, size_t lanes, float *sums,
-                      int is_first, const char *ahead, size_t lines) {
+                      int is_first, struct ahead *ahead) {
     vf acc[GROUP][PANEL / W];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < PANEL / W; v++)
             acc[r][v] = is_first ? splat(0) : load_f(sums + r * PANEL + v * W);
     for (size_t l = 0; l < lanes; l++, rows += (size_t)R * row_lane_bytes(kind)) {
-        if (l % 4 == 0)
-            for (size_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        if (l % 4 == 0) fetch_ahead(ahead, 0);
         vu lane[PANEL / W];
         UNROLL for (int v = 0; v < PANEL / W; v++) lane[v] = load_u(panel + l * PANEL + v * W);
         UNROLL for (int r = 0; r < R; r++)
@@ -297,12 +296,12 @@ static void row_dot_tiles(const uint32_t *panel, const char *row, size_t lanes, 
 #define EACH_GROUP_SIZE(do) do(1) do(2) do(3) do(4) do(5) do(6) do(7) do(8) do(9) do(10) do(11) do(12)
 
 static void panel_dot_group(enum kind kind, int64_t num_rows, const uint32_t *panel, const char *rows, size_t lanes,
-                            float *sums, int is_first, const char *ahead, size_t lines) {
+                            float *sums, int is_first, struct ahead *ahead) {
 #define DOT_CASE(R)                                                                                               \
     case R:                                                                                                       \
         if (R > GROUP) break;                                                                                     \
-        if (kind == KIND_F32) panel_dot(KIND_F32, R, panel, rows, lanes, sums, is_first, ahead, lines);           \
-        else if (!HAS_TILES) panel_dot(KIND_OF_PAIRS, R, panel, rows, lanes, sums, is_first, ahead, lines);       \
+        if (kind == KIND_F32) panel_dot(KIND_F32, R, panel, rows, lanes, sums, is_first, ahead);                  \
+        else if (!HAS_TILES) panel_dot(KIND_OF_PAIRS, R, panel, rows, lanes, sums, is_first, ahead);              \
         break;
     switch (num_rows) { EACH_GROUP_SIZE(DOT_CASE) }
 #undef DOT_CASE
@@ -453,7 +452,7 @@ static void multiply_slice(struct tiling *tiling, const struct gemm_share *share
 INLINE struct ahead ahead_of(const uint32_t *slice, const uint32_t *next, size_t num, int64_t num_groups) {
     enum { LINES = TILE_LANES * PANEL * 4 / 64 };
     if (num_groups == 1) return lines_from((const char *)slice + NEAR, num * PANEL * 4, LINES);
-    return pages_from((const char *)next, num * PANEL * 4, (size_t)((LINES - 1) / num_groups + 1), 0);
+    return next_part((const char *)next, num * PANEL * 4, (size_t)((LINES - 1) / num_groups + 1), 0);
 }
 
 /* Pairs of bfloat16 on tiles. */
@@ -505,7 +504,9 @@ void gemm(const struct gemm_args *a, const struct gemm_share *share) {
         for (size_t at = 0, num; at < lanes; at += num) {
             num = lanes - at < slice_lanes ? lanes - at : slice_lanes;
             const uint32_t *slice = panel + at * PANEL;
-            const char *ahead = num_groups == 1 ? (const char *)slice + NEAR : (const char *)(slice + num * PANEL);
+            const char *next = (const char *)(slice + num * PANEL);
+            struct ahead ahead = num_groups == 1 ? lines_from((const char *)slice + NEAR, num * PANEL * 4, lines)
+                                                 : next_part(next, num * PANEL * 4, lines, 0);
             for (int64_t g = share->group_begin; g < share->group_end; g++) {
                 int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
                 int is_last = at + num == lanes;
@@ -513,9 +514,8 @@ void gemm(const struct gemm_args *a, const struct gemm_share *share) {
                 const char *rows = (const char *)a->rows + (size_t)first * gemm_row_bytes(a);
                 rows += at * (size_t)num_rows * row_lane_bytes(kind);
                 float *done = sums + (first - block_start) * PANEL;
-                size_t its_lines = (g - share->group_begin) * (int64_t)lines < LINES_AHEAD ? lines : 0;
-                panel_dot_group(kind, num_rows, slice, rows, num, done, at == 0, ahead, its_lines);
-                ahead += num / 4 * lines * 64;
+                ahead.num = (g - share->group_begin) * (int64_t)lines < LINES_AHEAD ? lines : 0;
+                panel_dot_group(kind, num_rows, slice, rows, num, done, at == 0, &ahead);
                 if (!is_last) continue;
                 if (a->addends) add_low_rank(a, first, num_rows, p, done);
                 gemm_finish(a, done, first, num_rows, p);

@@ -286,9 +286,8 @@ static void quant_panel(const struct linear *w, void *rows, int64_t first, int64
     size_t lines = (block_lines - 1) / (size_t)turns + 1, before = (size_t)(turn * part.num) * lines;
     const char *next = panel + (size_t)(part.first + part.num) * panel_bytes / (size_t)num_blocks; /* part or panel */
     int bits = f.bits, has_planes = bits & (bits - 1);
-    struct ahead ahead = lines_from(panel + panel_bytes + before * 64, panel_bytes, lines);
+    struct ahead ahead = next_part(next, (size_t)part.num * block_lines * 64, lines, before);
     if (turns == 1) ahead = lines_from(panel + (has_planes ? 4 : 1) * QNEAR, panel_bytes, lines);
-    else if (fetches_by_page()) ahead = pages_from(next, (size_t)part.num * block_lines * 64, lines, before);
     if (num == 1 && !fetches_by_page()) ahead = lines_from(panel, panel_bytes, has_planes ? lines : 0);
     dots[kernel_of(w->format)](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, part, out, ahead);
 }

@@ -150,10 +150,11 @@ INLINE struct ahead lines_from(const char *from, size_t bytes, size_t num) {
     return (struct ahead){from, from, from + bytes, num, 64};
 }
 
-/* `bytes` of memory, a line of every page in turn, behind the first `before` of these lines. */
-INLINE struct ahead pages_from(const char *from, size_t bytes, size_t num, size_t before) {
+/* `bytes` of memory that are used later, behind the first `before` lines: on Intel's processors a line of every page in turn. */
+INLINE struct ahead next_part(const char *from, size_t bytes, size_t num, size_t before) {
     enum { PAGE = 4096 };
     const size_t num_pages = (bytes - 1) / PAGE + 1;
+    if (!fetches_by_page()) return lines_from(from + before * 64, bytes, num);
     const char *line = from + before / num_pages * 64;
     return (struct ahead){line, line + before % num_pages * PAGE, from + bytes, num, PAGE};
 }
