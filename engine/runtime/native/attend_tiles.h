@@ -65,10 +65,11 @@ INLINE void weigh_tiles(int D, const float *weights, float *sums, const struct c
 #define LOAD(sum, value, i) tile_load(sum, sums + d + i * TILE, dim * 4)
 #define WEIGH(sum, value, i) tile_load(value, values + i * TILE_BYTES, dim * 4), tile_dot_bf16(sum, 5, value)
 #define STORE(sum, value, i) tile_store(sum, sums + d + i * TILE, dim * 4)
+    const int fetches = d == 0 && c->is_cold;
     EACH_SUM(LOAD)
     for (size_t t = 0; t < c->num_tiles; t++) {
         const char *values = c->v[t] + d * 4;
-        for (size_t i = t * dim / 2 / c->num_tiles; d == 0 && i < (t + 1) * dim / 2 / c->num_tiles; i++)
+        for (size_t i = t * dim / 2 / c->num_tiles; fetches && i < (t + 1) * dim / 2 / c->num_tiles; i++)
             for (size_t j = 0; j < CHUNK / TILE; j++)
                 if (c->next_k[j]) __builtin_prefetch(c->next_k[j] + i * c->lane_stride * 4, 0, 2);
         tile_load(5, (const char *)weights + t * TILE * 2, CHUNK * 4);
