@@ -135,9 +135,9 @@ def fault(each: Declared, value: Any) -> str:
     ):
         if bound is not None and not is_kept(value, bound):
             return f"it must be {words} {describe(bound)}"
-    if isinstance(value, int) and value > _MOST:
-        return f"it must be at most {_MOST}"
-    return "it must be a finite number" if isinstance(value, float) and not isfinite(value) else ""
+    if isinstance(value, float) and not isfinite(value):
+        return "it must be a finite number"
+    return f"it must be at most {_MOST}" if isinstance(value, int | float) and value > _MOST else ""
 
 
 def read_number(unit: str, text: str) -> int | str:
@@ -199,7 +199,7 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
         raise ConfigError(f"{flag} has JSON that is nested too deeply.") from None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{flag} is {given!r}; it must be a JSON object.")
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {str(name): str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 # What passes for each type: a number of NumPy is one, a path is a text, and what can be iterated is a list.

@@ -83,7 +83,9 @@ def _kernels() -> Finding:
     if compiler is not None and machine_isas():  # a small library, compiled by now, says which others run here
         return Finding("CPU kernels", f"compiled by {compiler} at the first start, about 7 s")
     if compiler is not None:
-        advice = f"see the warning above; {cache_folder()} must be a folder that may be written to, or set XDG_CACHE_HOME"
+        advice = (
+            f"see the warning above; {cache_folder()} must be a folder that may be written to, or set XDG_CACHE_HOME"
+        )
         return Finding("CPU kernels", f"none, as {compiler} made none: torch's operations, slower", advice)
     advice = "install a C compiler (Debian: apt-get install gcc libc6-dev), or a wheel that contains them"
     return Finding("CPU kernels", "none and no C compiler: torch's operations, slower", advice)
