@@ -23,7 +23,7 @@ from engine.text.requests.default_sampling import check_sampling_source
 from server.answers.model_memory import Memory, check_sum, memory_limit, memory_of, pool_share
 from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
-from server.settings.files import check_folder, read_setting_file
+from server.settings.files import check_folder
 from server.settings.serve_config import ServeConfig
 from server.settings.settings import Settings
 from server.settings.tls import Tls, read_tls
@@ -185,17 +185,11 @@ def _prepare(settings: Settings) -> Plan:
             engine_config = replace(engine_config, image_cache_memory=0)  # no tower
     if serve_config.hf_token is not None:
         os.environ["HF_TOKEN"] = serve_config.hf_token  # the hub's library reads it there
-    chat_template = None if serve_config.chat_template is None else _read_template(serve_config.chat_template)
+    chat_template = None
+    if serve_config.chat_template is not None:
+        from engine.text.chat_template import read_template  # jinja2
+
+        chat_template = read_template(serve_config.chat_template)
     facts = check_model(engine_config, has_tokenizer=serve_config.tokenizer is not None)
     tls = read_tls(serve_config)
     return Plan(serve_config, engine_config, app_config, facts, chat_template, tls, started_s)
-
-
-def _read_template(given: str) -> str:
-    """Return a chat template: a file's, or the text itself. Raises ConfigError."""
-    from engine.text.chat_template import ChatTemplate  # jinja2
-
-    is_text = "{%" in given or "{{" in given
-    text = given if is_text else read_setting_file("--chat-template", Path(given))
-    ChatTemplate(text, {})  # raises ConfigError for one that cannot be read
-    return text

@@ -41,6 +41,7 @@ from engine.system.progress import StartupProgress, run_bars
 from engine.text.channels import CHANNEL_NAMES
 from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
+from engine.text.chat_template import read_template
 from engine.text.fields.sampling import Constraint, QueueFields
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, no_images, sampling_params, text_rules, truncated
@@ -92,6 +93,7 @@ class LLM(VectorMethods):
         check_sampling_source(generation_config, override_generation_config)
         _check(max_logprobs, tool_call_parser, reasoning_parser)
         _check_given(tokenizer, chat_template, allowed_local_media_path)
+        template = None if chat_template is None else read_template(chat_template)
         source = find_model(model)
         if model is None:
             check_embedded(source.path)
@@ -105,7 +107,7 @@ class LLM(VectorMethods):
             built = build_engine(config, startup.report, begin_weights(config) if config.weights_cache else None)
             undo.callback(built.stop, 0.0)  # it may have processes and threads before it is started
             sampling = default_sampling(generation_config, override_generation_config, Path(config.model), logger)
-            text = load_tokenizer(tokenizer or config.model, chat_template=chat_template, sampling=sampling)
+            text = load_tokenizer(tokenizer or config.model, chat_template=template, sampling=sampling)
             text.hold_to(built.facts.vocab_size)
             check_draft_tokenizer(text, config.speculative_config)
             self._limits = ModelLimits.of(

@@ -24,8 +24,9 @@ from engine.core.errors import ConfigError
 from engine.system.similar import closest
 
 _METADATA = "setting"
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
-_SIZE = re.compile(r"\s*(\d*\.?\d+)\s*(?:([kmgtpe]i?)?b)?\s*", re.IGNORECASE)
+_COUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([kmgtKMGT])")
+_SIZE = re.compile(r"\s*(\d{0,18}\.?\d{1,18})\s*(?:([kmgtpe]i?)?b)?\s*", re.IGNORECASE)
+_MOST = 2**63 - 1  # that libraries count
 A_SIZE = "a size such as 2GiB, 512MB or 1048576"
 
 
@@ -134,7 +135,9 @@ def fault(each: Declared, value: Any) -> str:
     ):
         if bound is not None and not is_kept(value, bound):
             return f"it must be {words} {describe(bound)}"
-    return "it must be a finite number" if isinstance(value, float) and not isfinite(value) else ""
+    if isinstance(value, float) and not isfinite(value):
+        return "it must be a finite number"
+    return f"it must be at most {_MOST}" if isinstance(value, int | float) and value > _MOST else ""
 
 
 def read_number(unit: str, text: str) -> int | str:
@@ -145,7 +148,7 @@ def read_number(unit: str, text: str) -> int | str:
         return int(float(found[1]) * (1024 if "i" in power else 1000) ** (scale.find(power[0]) + 1 if power else 0))
     if unit in ("SIZE", "TOKENS", "N") and (found := _COUNT.fullmatch(text)):  # as vLLM takes it: 32K is 32,768
         return int(float(found[1]) * (1000 if found[2].islower() else 1024) ** (scale.index(found[2].lower()) + 1))
-    return int(text) if unit in ("TOKENS", "N") and text.isdecimal() else text
+    return int(text) if unit in ("TOKENS", "N") and text.isdecimal() and len(text) < 20 else text
 
 
 def wrong_kind(annotation: Any, value: object) -> str:
@@ -196,7 +199,7 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
         raise ConfigError(f"{flag} has JSON that is nested too deeply.") from None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{flag} is {given!r}; it must be a JSON object.")
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {str(name): str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 # What passes for each type: a number of NumPy is one, a path is a text, and what can be iterated is a list.

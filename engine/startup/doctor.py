@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.runtime.cuda.toolchain import TOOLS
-from engine.runtime.native.build import best_library, find_compiler
+from engine.runtime.native.build import best_library, find_compiler, machine_isas
+from engine.system.cache_folder import cache_folder
 from engine.system.host_limits import available_memory, usable_cpus
 from engine.system.progress import human_bytes
 from engine.system.version import VERSION
@@ -79,7 +80,12 @@ def _kernels() -> Finding:
     library, compiler = best_library(), find_compiler()
     if library is not None:
         return Finding("CPU kernels", f"ready: {library}")
-    if compiler is not None:
+    if compiler is not None and machine_isas():  # a small library, compiled by now, says which others run here
         return Finding("CPU kernels", f"compiled by {compiler} at the first start, about 7 s")
+    if compiler is not None:
+        advice = (
+            f"see the warning above; {cache_folder()} must be a folder that may be written to, or set XDG_CACHE_HOME"
+        )
+        return Finding("CPU kernels", f"none, as {compiler} made none: torch's operations, slower", advice)
     advice = "install a C compiler (Debian: apt-get install gcc libc6-dev), or a wheel that contains them"
     return Finding("CPU kernels", "none and no C compiler: torch's operations, slower", advice)

@@ -96,7 +96,8 @@ def pool_budget(parts: Parts, settings: SchedulerConfig, more_bytes: int) -> Poo
     if config.kv_cache_memory_bytes is not None:
         return PoolBudget(config.kv_cache_memory_bytes)
     if config.num_gpu_blocks_override is not None:
-        return PoolBudget(config.num_gpu_blocks_override * parts.bytes_per_block)
+        size = config.num_gpu_blocks_override * parts.bytes_per_block
+        return PoolBudget(size, remedy="raise --num-gpu-blocks-override")
     if device.type == "cpu":
         useful_blocks = settings.max_num_seqs * settings.max_blocks(settings.max_model_len)
         if settings.whole_step:  # no keys and values are kept behind a step

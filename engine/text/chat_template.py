@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, meta, nodes, pass_context
@@ -21,12 +22,15 @@ from jinja2.runtime import Context
 from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError
 from engine.system.calls import foreign_code
 from engine.system.child_process import Ask, ChildError, ChildLostError, ChildProcess, Parts
+from engine.system.regular_file import expanded, read_text
+from engine.system.regular_file import reason as file_reason
 from engine.text.template_environment import make_environment, reason
 from engine.text.types import RESERVED
 
 _CUT = "<<the final message ends here>>"  # plain text, so that no filter of a template changes it
 MAX_INPUT = 32_768  # characters of JSON of a conversation that is rendered on the caller's thread
 MAX_SOURCE = 128 << 10  # characters of a template; those of models that call tools have up to 30,000
+_MAX_FILE_BYTES = 64 << 20
 _HERE_S = 0.01  # CPU time of a rendering on the caller's thread; a chat takes 0.1 ms
 _HERE_CHARS = 4 << 20  # of a prompt made there
 _LIMIT_S = 60.0  # the process enforces far lower limits of CPU time itself
@@ -41,6 +45,19 @@ _end_s: ContextVar[float] = ContextVar("end_s")  # CPU time of this thread at wh
 
 class _GivenUpError(Exception):
     """A rendering takes too long for the caller's thread."""
+
+
+def read_template(given: str | Path) -> str:
+    """Return a chat template that a setting gives: a file's, or the text itself. Raises ConfigError."""
+    text = str(given)
+    if "{%" not in text and "{{" not in text:
+        try:
+            text = read_text(expanded(given), _MAX_FILE_BYTES)
+        except (OSError, UnicodeDecodeError) as error:
+            why = file_reason(error) if isinstance(error, OSError) else error
+            raise ConfigError(f"--chat-template is {str(given)!r:.200}, which cannot be read: {why}.") from error
+    ChatTemplate(text, {})
+    return text
 
 
 class ChatTemplate:

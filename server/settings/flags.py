@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 from pydantic import ValidationError
@@ -145,18 +144,21 @@ def load_settings(argv: Sequence[str]) -> Settings:
     given, unknown = make_parser().parse_known_args(words)
     flags = vars(given)
     if words := flags.pop("model", []):
+        if len(words) > 1 and "models" in flags:
+            raise ConfigError(f"--models does not go with the models {', '.join(words)}; name all in one place.")
         flags |= {"models": words} if len(words) > 1 else {"model": words[0]}
     sources = read_sources(DECLARED, flags, os.environ, foreign)
     rest = [word for word in unknown if word.startswith("-")] or unknown[:1]  # the others are their values
     refuse([*sources.faults, *map(_unknown, rest)])
     values = sources.values
-    folder, preset = values.get("models_dir"), values.get("models_preset")
+    settings = _checked(values, sources.origins)
+    folder, preset = settings.models_dir, settings.models_preset
     if folder or preset:
         from server.settings.model_lists import AT_ONCE, in_folder, in_preset
 
-        listed = [*(in_folder(Path(folder)) if folder else ()), *(in_preset(Path(preset)) if preset else ())]
-        values |= {"models": [*values.get("models", ()), *listed], "models_max": values.get("models_max", AT_ONCE)}
-    settings = _checked(values, sources.origins)
+        listed = [*(in_folder(folder) if folder else ()), *(in_preset(preset) if preset else ())]
+        values |= {"models": [*settings.models, *listed], "models_max": values.get("models_max", AT_ONCE)}
+        settings = _checked(values, sources.origins)
     shared = {name: value for name, value in values.items() if name not in ("model", "models")}
     for index, entry in enumerate(settings.models, 1):
         own = read_entry(_of_list(cast("ListedModel", entry), settings) if isinstance(entry, tuple) else entry, index)

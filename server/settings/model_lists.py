@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.settings.foreign import meaning
+from engine.system.regular_file import reason
 from server.settings.files import read_setting_file
 
 _HEAD, _ALL = "version", "*"  # the sections of what stands before the first one, and of what is for all
@@ -51,10 +52,14 @@ class ListedModel(NamedTuple):
 
 def in_folder(folder: Path) -> list[ListedModel]:
     """Return the models of --models-dir: its GGUF files, and its folders with such files or safetensors."""
-    if not folder.is_dir():
-        raise ConfigError(f"--models-dir is {str(folder)!r}, which is no folder.")
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--models-dir is {str(folder)!r:.200}, which cannot be read: {reason(error)}.") from error
     found = []
-    for path in sorted(folder.iterdir()):
+    for path in paths:
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            continue  # such as lost+found
         files = _models(path.iterdir()) if path.is_dir() else _models([path])
         if files or (path.is_dir() and (path / "config.json").exists()):
             model = files[0] if files else path

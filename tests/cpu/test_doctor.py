@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.runtime.native.build import Isa
 from engine.startup import doctor
 from engine.startup.doctor import Finding
 from server.doctor import main
@@ -71,6 +72,9 @@ def test_without_a_library_or_a_compiler_torch_serves(monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor, "find_compiler", lambda: None)
     assert "install a C compiler" in doctor._kernels().advice
     monkeypatch.setattr(doctor, "find_compiler", lambda: "/usr/bin/cc")
+    monkeypatch.setattr(doctor, "machine_isas", tuple)  # such as of a home folder that is read-only
+    assert "may be written to, or set XDG_CACHE_HOME" in doctor._kernels().advice
+    monkeypatch.setattr(doctor, "machine_isas", lambda: (Isa.PORTABLE,))
     assert doctor._kernels() == Finding("CPU kernels", "compiled by /usr/bin/cc at the first start, about 7 s")
 
 

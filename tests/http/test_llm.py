@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,10 +164,14 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 
 
 @pytest.fixture
-def talker(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    """Its template knows tools and thoughts."""
-    monkeypatch.setattr("engine.llm.offline.load_tokenizer", lambda *_, **__: byte_tokenizer(TALKS))
-    with LLM() as made:
+def talker(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LLM]:
+    """Its template, which is in a file, knows tools and thoughts."""
+    monkeypatch.setattr(
+        "engine.llm.offline.load_tokenizer", lambda *_, chat_template=None, **__: byte_tokenizer(chat_template or TALKS)
+    )
+    file = tmp_path / "template.jinja"
+    file.write_text(TALKS)
+    with LLM(chat_template=str(file)) as made:
         yield made
         workshop.check_idle()
 
@@ -419,6 +424,9 @@ def test_engine_flags_reach_the_engine(workshop: Workshop) -> None:
         ({"weights_cache": ""}, "--weights-cache is ''; give a value, or leave the setting out"),
         ({"mmproj": ""}, "--mmproj is ''; give a value"),
         ({"tokenizer": ""}, "tokenizer, chat_template or allowed_local_media_path is ''; give a value"),
+        ({"chat_template": "/nosuch.jinja"}, "--chat-template is '/nosuch.jinja', which cannot be read"),
+        ({"speculative_config": {1: 2}}, "--speculative-config has no key '1'"),
+        ({"swap_space": 1e308}, r"--swap-space is 1e\+308; it must be at most 9223372036854775807"),
         ({"hf_overrides": 3}, "--hf-overrides is 3; it must be a JSON object"),
         ({"override_generation_config": 3}, "override_generation_config is 3; it must be a JSON object"),
         ({"lora_modules": ["a=/b"]}, "lora_modules is .*; it must be a JSON object"),
@@ -460,6 +468,7 @@ def test_an_argument_of_another_type_is_named(llm: LLM) -> None:
         (llm.generate, {"prompts": "a", "priority": 3}, "priority is 3; it must be a list"),
         (llm.generate, {"prompts": "a", "lora": []}, r"lora is \[\]; it must be a string"),
         (llm.generate, {"prompts": "a", "sampling_params": 0}, "sampling_params has a int"),
+        (llm.generate, {"prompts": b"abc"}, "A prompt must be a text or a list of token ids"),
         (llm.generate, {"prompts": {1: "a", "x": "b"}}, "the key 1, which is not read"),
         (llm.generate, {"prompts": "a", "lora_request": []}, r"lora is \[\]"),
         (llm.chat, {"messages": 3}, "messages is 3; it must be a list"),

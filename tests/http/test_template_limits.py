@@ -17,7 +17,7 @@ from test_bad_input import error_of
 
 from engine.core.errors import ConfigError
 from engine.text import chat_template
-from server.plan import _read_template
+from engine.text.chat_template import read_template
 from tests.patience import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
@@ -101,11 +101,11 @@ def test_others_are_served_while_a_template_works_without_end(
 
 def test_a_template_file_is_a_small_regular_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a regular file"):
-        _read_template("/dev/zero")
+        read_template("/dev/zero")
     with pytest.raises(ConfigError, match="not a regular file"):
-        _read_template(str(tmp_path))
+        read_template(str(tmp_path))
     with pytest.raises(ConfigError, match="cannot be read"):
-        _read_template(str(tmp_path / "none"))
+        read_template(str(tmp_path / "none"))
     (tmp_path / "big").write_text("x" * 10_000_000)
     with pytest.raises(ConfigError, match="more than"):
-        _read_template(str(tmp_path / "big"))
+        read_template(str(tmp_path / "big"))

@@ -29,6 +29,25 @@ def test_a_folder_has_models(tmp_path: Path) -> None:
     assert {(each.models_max, each.idle_unload, each.models_autoload) for each in settings.each} == {(4, 60, False)}
 
 
+def test_a_folder_stands_beside_what_a_file_and_a_variable_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/a.gguf").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("QUIRE_MODELS", "first,second")
+    settings = load_settings(["--models-dir=~/models"])
+    assert [each.model for each in settings.each] == ["first", "second", str(tmp_path / "models/a.gguf")]
+    monkeypatch.delenv("QUIRE_MODELS")
+    file = tmp_path / "quire.yaml"
+    for text, sentence in (
+        ("models: 5\nmodels-dir: models", r"--models is 5 .set by .*; it must be a list"),
+        ("models-dir: 5", "--models-dir is not understood .*; it must be a path"),
+        (f"models-dir: {'x' * 400}", "--models-dir is 'x{199,200}.* cannot be read: File name too long"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=sentence):
+            load_settings(["--config", str(file)])
+
+
 def test_a_preset_has_sections_of_flags(tmp_path: Path) -> None:
     file = tmp_path / "preset.ini"
     file.write_text(
