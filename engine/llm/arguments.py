@@ -16,6 +16,7 @@ from engine.llm.params import SamplingParams
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
 from engine.settings.setting import declared, expand, names_of, read_number, wrong_kind
+from engine.system.regular_file import expanded
 from engine.system.similar import closest
 
 P = ParamSpec("P")
@@ -85,7 +86,7 @@ def engine_config(path: str, given: Mapping[str, Any]) -> EngineConfig:
 
 def adapters_of(modules: Mapping[str, str] | None) -> tuple[LoraModule, ...]:
     """Return the adapters of LLM(lora_modules=...). Raises ConfigError."""
-    return tuple(LoraModule(name, str(path)) for name, path in (modules or {}).items())
+    return tuple(LoraModule(name, str(expanded(path))) for name, path in (modules or {}).items())
 
 
 def _plain(value: Any) -> Any:

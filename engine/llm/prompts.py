@@ -127,7 +127,8 @@ def address_of(image: Any) -> str:
 
 
 def _token_ids(prompt: object) -> list[int]:
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
-    if not is_list or not all(type(token_id) is int for token_id in prompt):
-        raise InvalidRequestError("A prompt must be a text or a list of token ids.", param="prompts")
-    return list(prompt)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        ids = list(prompt)
+        if all(type(token_id) is int for token_id in ids):
+            return ids
+    raise InvalidRequestError("A prompt must be a text or a list of token ids.", param="prompts")

@@ -60,6 +60,7 @@ from engine.startup.sizes import pool_budget, scheduler_config, with_pool
 from engine.startup.speculation import load_speculation
 from engine.startup.stores import open_tiers
 from engine.system.numa import spread_pages
+from engine.system.regular_file import expanded
 
 if TYPE_CHECKING:
     from engine.outbound.kv_events import KVEvents
@@ -260,7 +261,7 @@ def _make_scheduler(config: EngineConfig, settings: SchedulerConfig, tiers: Mapp
     else:
         from engine.recording.recording import RecordingFile, RecordingScheduler
 
-        file = RecordingFile(Path(config.record), settings)
+        file = RecordingFile(expanded(config.record), settings)
         atexit.register(file.close)  # the engine's death is what a recording is for
         scheduler = RecordingScheduler(settings, file.note)
     for name, tier in tiers.items():
@@ -279,7 +280,7 @@ def _check_early(config: EngineConfig, device: torch.device) -> None:
     if config.record is not None:
         from engine.recording.recording import check_path
 
-        check_path(Path(config.record))
+        check_path(expanded(config.record))
 
 
 def _load_adapters(parts: Parts, num_tokens: int) -> tuple[Adapters, int]:

@@ -28,6 +28,7 @@ from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.settings.engine_config import EngineConfig
 from engine.settings.speculative_config import METHODS
+from engine.system.regular_file import expanded
 from engine.system.version import VERSION
 
 _DIGEST_BYTES = 20  # two models with one fingerprint take 2**80 attempts to make
@@ -47,7 +48,7 @@ class ModelContent:
             asked.append(config.of_draft(drafts))
         checkpoints = [open_checkpoint(each.load_format, Path(each.model), each.seed) for each in asked]
         self._files = [[*each.files] for each in checkpoints]
-        self._files[0] += [Path(config.mmproj)] if config.mmproj else []
+        self._files[0] += [expanded(config.mmproj)] if config.mmproj else []
         self._digests = FileDigests(path for files in self._files for path in files)
         self._settings = [
             {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from engine.system.regular_file import read_json
 from engine.text.types import SamplingDefaults
 
 FILE = "generation_config.json"
+_MOST = 1e300
 
 
 def read_sampling(folder: Path) -> SamplingDefaults:
@@ -25,7 +25,7 @@ def sampling_of(values: Mapping[str, Any], base: SamplingDefaults, source: str) 
     names = [each.name for each in fields(SamplingDefaults)]
     named = {name: values[name] for name in names if values.get(name) is not None}
     for name, value in named.items():
-        if type(value) not in (int, float) or not isfinite(value):
+        if type(value) not in (int, float) or not abs(value) < _MOST:  # nor is NaN
             raise ModelLoadError(f"{source}: {name!r} is {value!r:.80}, not a number; correct or remove it.")
     if named.keys() - {"max_tokens", "max_new_tokens"} and values.get("do_sample") is False:
         named["temperature"] = 0.0

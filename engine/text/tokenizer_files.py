@@ -23,7 +23,7 @@ from engine.settings.speculative_config import SpeculativeConfig
 from engine.sources.model_source import check_entries
 from engine.system.cache_folder import cache_folder, keep, kept
 from engine.system.calls import TRANSFORMERS, foreign_code
-from engine.system.regular_file import read_bytes
+from engine.system.regular_file import expanded, read_bytes
 from engine.text.generation_config import FILE, read_json_beside
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token
 from engine.text.tokenizer import PROBE, TextTokenizer, TokenizerConfig
@@ -62,7 +62,7 @@ def load_tokenizer(
 
     `chat_template` replaces the source's. `sampling` holds where a request names no value; the default is OpenAI's.
     """
-    path = Path(source)
+    path = expanded(source)
     backend, vocabulary = _from_gguf(path) if path.suffix == ".gguf" else _from_folder(path)
     template = chat_template or vocabulary.chat_template
     defaults = SamplingDefaults() if sampling is None else sampling

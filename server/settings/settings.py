@@ -152,7 +152,7 @@ def _module(item: object) -> LoraModule:
         raise ValueError(item)
     if not all(isinstance(text, str) and text for text in item.values()):
         raise ValueError(item)
-    return LoraModule(item["name"], item["path"])
+    return LoraModule(item["name"], str(expanded(item["path"])))
 
 
 ENV_PREFIX = "QUIRE_"

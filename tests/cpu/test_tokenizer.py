@@ -567,7 +567,9 @@ def test_the_models_sampling_is_read_from_its_folder_and_overridden(folder: Path
         sampling_of({"top_k": "x"}, recommended, "here")
 
 
-def test_a_template_given_by_the_user_replaces_the_models_own(folder: Path) -> None:
+def test_a_template_given_by_the_user_replaces_the_models_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert load_tokenizer(f"~/{folder.name}").vocab_size == load_tokenizer(str(folder)).vocab_size
     assert render(load_tokenizer(str(folder), chat_template="{{ messages|length }} {{ eos_token }}")) == "1 <|end|>"
 
 

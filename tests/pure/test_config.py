@@ -335,6 +335,7 @@ def test_what_is_no_host_of_images_is_refused(given: str) -> None:
         (["--threads", "3"], "num_threads", 3),
         (["--cpu-threads", "3"], "num_threads", 3),
         (["--lora-modules", "a=/x=y", "b=c/d"], "lora_modules", (("a", "/x=y"), ("b", "c/d"))),
+        (["--lora-modules", "a=~/x"], "lora_modules", (("a", str(Path.home() / "x")),)),  # as no shell expands it
         (["--lora-modules", '{"name": "a, b", "path": "/x"}', "c=d"], "lora_modules", (("a, b", "/x"), ("c", "d"))),
     ],
 )

@@ -54,13 +54,16 @@ def test_the_default_model_has_the_sampling_of_its_card(tmp_path: Path) -> None:
     assert _sampling(warmer, file) == SamplingDefaults(temperature=0.8, top_p=0.9, max_tokens=1024)
 
 
-def test_others_can_be_set(model: Path, tmp_path: Path) -> None:
+def test_others_can_be_set(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _sampling(ServeConfig(generation_config="vllm"), model) == SamplingDefaults()
     other = tmp_path / "other"
     other.mkdir()
     (other / "generation_config.json").write_text('{"top_p": 0.5, "max_new_tokens": 3}')
     config = ServeConfig(generation_config=str(other), override_generation_config={"temperature": 0.1})
     assert _sampling(config, model) == SamplingDefaults(temperature=0.1, top_p=0.5, max_new_tokens=3)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _check_sampling(ServeConfig(generation_config="~/other"))
+    assert _sampling(ServeConfig(generation_config="~/other"), model).top_p == 0.5
     assert sampling_of({"do_sample": False, "top_p": 1}, SamplingDefaults(), "here").temperature == 0
 
 
@@ -75,5 +78,8 @@ def test_what_cannot_be_followed_is_named_before_anything_is_loaded(tmp_path: Pa
         _check_sampling(ServeConfig(generation_config=str(tmp_path)))
     with pytest.raises(ConfigError, match="--override-generation-config has no key 'seed'"):
         _check_sampling(ServeConfig(override_generation_config={"seed": 1}))
-    with pytest.raises(ModelLoadError, match="--override-generation-config: 'top_k' is True, not a number"):
-        _check_sampling(ServeConfig(override_generation_config={"top_k": True}))
+    for value in (True, float("nan"), 10**400):
+        with pytest.raises(
+            ModelLoadError, match=f"--override-generation-config: 'top_k' is {value!r:.80}, not a number"
+        ):
+            _check_sampling(ServeConfig(override_generation_config={"top_k": value}))

@@ -21,6 +21,7 @@ from engine.files.formats import choose_format
 from engine.files.hf_config import HFConfig
 from engine.files.quant_config import QuantConfig
 from engine.runtime.native.rows import StoredRows
+from engine.system.regular_file import expanded
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +101,7 @@ def open_checkpoint(load_format: str, path: Path, seed: int = 0, mmproj: str | N
     """
     checkpoint: Checkpoint = resolve_name(choose_format(load_format, path).reader)(path, seed)
     if mmproj is not None:
-        resolve_name("engine.runtime.weights.mmproj:add_tower")(checkpoint, path, Path(mmproj))
+        resolve_name("engine.runtime.weights.mmproj:add_tower")(checkpoint, path, expanded(mmproj))
     return checkpoint
 
 

@@ -25,6 +25,7 @@ from engine.core.spans import Span
 from engine.files.mmproj import read_mmproj
 from engine.images import Image, most_images
 from engine.system.calls import TRANSFORMERS, foreign_code
+from engine.system.regular_file import expanded
 from engine.text.generation_config import read_json_beside
 from engine.text.images.decoder import refused
 from engine.text.images.families import COUNTS, FAMILIES, Family, ImageTokens, grid_of
@@ -229,7 +230,7 @@ def _read_tokens(model: Path, tokenizer: TextTokenizer, options: Mapping[str, An
         )
         own = {**old, **new.get("image_processor", {}), **new}
     else:
-        half = read_mmproj(Path(mmproj), model)
+        half = read_mmproj(expanded(mmproj), model)
         config, own = {**half.config, **half.tokens}, half.processor
         names = {token: token for token in tokenizer.special_tokens}
     token = names[config["image_token_id" if "image_token_id" in config else "image_token_index"]]

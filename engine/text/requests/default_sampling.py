@@ -14,6 +14,7 @@ from typing import Any
 from engine.core.errors import ConfigError
 from engine.settings.setting import unknown_key
 from engine.sources.model_source import DEFAULT_FILE, DEFAULT_NAME, DEFAULT_SAMPLING
+from engine.system.regular_file import expanded
 from engine.text.generation_config import FILE, read_sampling, sampling_of
 from engine.text.types import SamplingDefaults
 
@@ -23,7 +24,7 @@ _OVERRIDE = "--override-generation-config"
 def check_sampling_source(source: str, override: Mapping[str, Any] | None) -> None:
     """Raise ConfigError for sampling that cannot be followed, whatever the model recommends."""
     known = asdict(SamplingDefaults())
-    if source not in ("auto", "vllm") and not (Path(source) / FILE).is_file():
+    if source not in ("auto", "vllm") and not (expanded(source) / FILE).is_file():
         raise ConfigError(f"--generation-config is {source!r}; it must be auto, vllm or a folder with {FILE}.")
     given = override or {}
     if not isinstance(given, Mapping):
@@ -40,7 +41,7 @@ def default_sampling(
     from engine.text.fields.sampling import check_defaults  # pydantic
 
     neutral = SamplingDefaults()
-    folder = model if source == "auto" else Path(source)
+    folder = model if source == "auto" else expanded(source)
     if source == "auto" and folder.is_file() and folder.name == DEFAULT_FILE:
         defaults = sampling_of(DEFAULT_SAMPLING, neutral, DEFAULT_NAME)
     else:
