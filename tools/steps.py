@@ -94,7 +94,9 @@ def decode(engine: Engine, watch: Stopwatch, num_seqs: int, options: argparse.Na
         before = stats.generation_tokens
         turn()
         if stats.num_running + stats.num_waiting == 0:
-            raise SystemExit(f"{num_seqs} sequences never decode in one step: the pool or --max-num-seqs is too small for them.")
+            raise SystemExit(
+                f"{num_seqs} sequences never decode in one step: the pool or --max-num-seqs is too small for them."
+            )
     watch.steps.clear()
     for _ in range(options.num_steps):
         watch.step(turn)
