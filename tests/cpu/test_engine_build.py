@@ -215,7 +215,7 @@ def test_int8_kv_holds_more_blocks_in_the_same_memory(folder: str) -> None:
 def test_what_cannot_be_is_refused_in_a_sentence(folder: str) -> None:
     with pytest.raises(MemoryBudgetError, match=r"--max-model-len is 81, .* set it to at most 80"):
         build(folder, kv_cache_memory_bytes=5 * BLOCK_BYTES, max_model_len=81)
-    with pytest.raises(MemoryBudgetError, match="set it to at most 80, .* or raise --num-gpu-blocks-override"):
+    with pytest.raises(MemoryBudgetError, match=r"set it to at most 80, .* or raise --num-gpu-blocks-override"):
         build(folder, num_gpu_blocks_override=5, max_model_len=81)
     with pytest.raises(MemoryBudgetError, match="one block of 16 tokens needs"):
         build(folder, kv_cache_memory_bytes=BLOCK_BYTES - 1)
