@@ -127,9 +127,9 @@ INLINE vf clamp_f(vf x, vf low, vf high) {
     return select_f(COMPARE(x, >, high), high, x);
 }
 
-/* Intel's processors fetch a few lines behind one that is fetched, in up to 32 pages at once, and read a stream 1.4 times as fast where a
- * product with one row fetches weights ahead (30 GB/s for 21, two cores of Emerald Rapids). Others fetch a stream by themselves, and
- * lose a quarter by that (Zen 4). */
+/* Whether the processor is Intel's. These prefetch some twenty lines behind one that is read, in up to 32 pages at once. A product with
+ * one row reads weights 1.4 times as fast there if it prefetches them (30 GB/s for 21, two cores of Emerald Rapids). Other processors
+ * prefetch that stream by themselves, and lose a quarter if the product does, too (Zen 4). */
 INLINE int fetches_by_page(void) {
 #if defined(__x86_64__)
     return __builtin_cpu_is("intel") != 0;
