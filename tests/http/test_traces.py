@@ -326,6 +326,7 @@ def test_a_hanging_collector_delays_no_request_and_no_end(
     monkeypatch.setattr(otlp, "MAX_QUEUED", 16)
     monkeypatch.setattr(otlp, "FLUSH_S", 0.05)
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(PATIENCE_S))  # a batch given up would make room in the queue
     collector.gate.clear()
     with Live(otlp_traces_endpoint=collector.url).serving() as live:
         for _ in range(12):
