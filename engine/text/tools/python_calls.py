@@ -266,19 +266,13 @@ _FREE = [
 
 
 def _calls(tools: Sequence[OfferedTool], *, is_forced: bool) -> list[str]:
-    """Return Lark whose rule `call` is one of the tools' calls.
-
-    Arguments come in the schema's order. Those of a tool that is not strict are free, unless the call is forced.
-    """
+    """Return Lark whose rule `call` is one of the tools' calls."""
     lines = [f"call: {any_of('call', len(tools))}", *_FREE]
     for index, tool in enumerate(tools):
         if not re.fullmatch(_NAME, tool.name):
             raise refusal(f"a function cannot be named {tool.name!r}", "rename it")
         lines.append(f'call_{index}: "{tool.name}(" arguments_{index}')
-        if not (tool.strict or is_forced):
-            lines.append(f"arguments_{index}: free")
-        else:
-            lines += arguments_in_order(tool, index, re.compile(_KEY), _written, between=", ", end=")")
+        lines += arguments_in_order(tool, index, re.compile(_KEY), _written, between=", ", end=")", is_forced=is_forced)
     return lines
 
 

@@ -199,11 +199,11 @@ class TextValuesParser(CallParser):
         self._parameters, self._given = self._tools.get(name, {}), set()
         self._step = self._members
 
-    def _begin_parameter(self, name: str, types: frozenset[str] | None = None) -> None:
+    def _begin_parameter(self, name: str) -> None:
         """Begin a value; a repeated one is skipped, because the first may have been sent."""
         self._step, self._types, self._whole = self._value, None, ""
         if name not in self._given:
-            self._types = types_of(self._parameters, name) if types is None else types
+            self._types = types_of(self._parameters, name)
             quote = '"' if self._types == STRING else ""
             begin = "{" if not self._given else ", "
             self._arguments(f"{begin}{json.dumps(name, ensure_ascii=False)}: {quote}")
@@ -339,11 +339,15 @@ def arguments_in_order(
     *,
     between: str,
     end: str,
+    is_forced: bool,
 ) -> list[str]:
     """Return Lark for a tool's arguments, with the texts between them and behind them.
 
-    Each rule is the rest of the arguments from one on: `first` if there was none before it, else `more`.
+    They come in the schema's order, but are free where the tool is not strict and the call not forced. Each rule is the rest
+    of the arguments from one on: `first` if there was none before it, else `more`.
     """
+    if not (tool.strict or is_forced):
+        return [f"arguments_{index}: free"]
     parameters, enforced = parameters_of(tool, index, named)
     lines = [f"arguments_{index}: first_{index}_0"]
     for place, each in enumerate(parameters):
