@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from engine.text.tools.json_arguments import ArgumentsParser
 from engine.text.tools.python_literals import LiteralReader
-from engine.text.tools.text_values import Parameter, ValueGrammar, arguments_in_order, self_contained, types_of
+from engine.text.tools.text_values import types_of
 from engine.text.tools.tool_format import (
     CallParser,
     OfferedTool,
@@ -26,6 +26,7 @@ from engine.text.tools.tool_format import (
     free_text,
     literal,
 )
+from engine.text.tools.value_grammar import Parameter, ValueGrammar, arguments_in_order, self_contained
 from engine.text.types import Piece, held_back
 
 OPENING, CLOSING, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'

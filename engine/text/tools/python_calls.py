@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from engine.text.tools.json_arguments import ArgumentsParser
 from engine.text.tools.python_literals import LiteralReader
-from engine.text.tools.text_values import Parameter, arguments_in_order, refusal, self_contained, types_of
+from engine.text.tools.text_values import types_of
 from engine.text.tools.tool_format import (
     MAX_CALLS,
     SPACE,
@@ -31,6 +31,7 @@ from engine.text.tools.tool_format import (
     literal,
     repeated,
 )
+from engine.text.tools.value_grammar import Parameter, arguments_in_order, refusal, self_contained
 from engine.text.types import Piece
 
 _NAME = r"[a-zA-Z_][a-zA-Z0-9_.-]{0,127}"
