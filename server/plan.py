@@ -19,11 +19,11 @@ from engine.settings.setting import to_flag
 from engine.sources.model_source import check_tokenizer_source, find_model
 from engine.startup.ahead import runs_on_cpu
 from engine.startup.model_check import ModelFacts, check_model
+from engine.system.regular_file import reason
 from engine.text.requests.default_sampling import check_sampling_source
 from server.answers.model_memory import Memory, check_sum, memory_limit, memory_of, pool_share
 from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
-from server.settings.files import check_folder
 from server.settings.serve_config import ServeConfig
 from server.settings.settings import Settings
 from server.settings.tls import Tls, read_tls
@@ -169,8 +169,8 @@ def _prepare(settings: Settings) -> Plan:
     if app_config.data_dir is not None:
         DataFolder(app_config.data_dir).close()
     offload_dir = None if engine_config.kv_offload_dir is None else Path(engine_config.kv_offload_dir)
-    check_folder("--kv-offload-config: folder", offload_dir)
-    check_folder("--kv-transfer-config: folder", app_config.kv_connector_dir)
+    _check_folder("--kv-offload-config: folder", offload_dir)
+    _check_folder("--kv-transfer-config: folder", app_config.kv_connector_dir)
     if app_config.allowed_local_media_path is not None and not app_config.allowed_local_media_path.is_dir():
         raise ConfigError(
             f"--allowed-local-media-path is {str(app_config.allowed_local_media_path)!r}, which is no folder."
@@ -193,3 +193,18 @@ def _prepare(settings: Settings) -> Plan:
     facts = check_model(engine_config, has_tokenizer=serve_config.tokenizer is not None)
     tls = read_tls(serve_config)
     return Plan(serve_config, engine_config, app_config, facts, chat_template, tls, started_s)
+
+
+def _check_folder(flag: str, path: Path | None) -> None:
+    """Raise ConfigError if the folder that a setting names can be neither created nor written to."""
+    if path is None:
+        return
+    try:
+        place = next(place for place in (path, *path.absolute().parents) if place.exists())
+        is_usable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise ConfigError(f"{flag} is {str(path)!r:.200}, which cannot be used: {reason(error)}.") from error
+    if not is_usable:
+        raise ConfigError(
+            f"{flag} is {str(path)!r}, which cannot be used: {place} is no folder that may be written to."
+        )

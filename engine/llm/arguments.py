@@ -18,6 +18,9 @@ from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, kn
 from engine.settings.setting import declared, expand, names_of, read_number, wrong_kind
 from engine.system.regular_file import expanded
 from engine.system.similar import closest
+from engine.text.channels import CHANNEL_NAMES
+from engine.text.reasoning import REASONING_TAGS
+from engine.text.tools.formats import TOOL_FORMATS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,6 +105,16 @@ def _unknown(name: str, known: list[str]) -> str:
     close = closest(name, known)
     hint = f"did you mean {close}?" if close else "docs/reference/settings.md lists them."
     return f"{name} is not a setting of the engine; {hint}"
+
+
+def check_beside_settings(max_logprobs: int, tool_calls: str, reasoning: str, paths: Collection[str | None]) -> None:
+    """Raise ConfigError for arguments that no setting of the engine checks. An empty path would be the current folder."""
+    if max_logprobs < 0:
+        raise ConfigError(f"max_logprobs is {max_logprobs}; it must be at least 0.")
+    check_choice("tool_call_parser", tool_calls, TOOL_FORMATS)
+    check_choice("reasoning_parser", reasoning, (*REASONING_TAGS, *CHANNEL_NAMES))
+    if "" in paths:
+        raise ConfigError("tokenizer, chat_template or allowed_local_media_path is ''; give a value, or leave it out.")
 
 
 def check_choice(name: str, value: str, known: Collection[str], always: Collection[str] = ("auto", "none")) -> None:

@@ -27,7 +27,7 @@ from engine.core.scheduling.admission import check_request
 from engine.core.types import AbortCause, Adapter, GrammarKey, Params, Request, StepEvents, TokenEvent
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.images import most_images
-from engine.llm.arguments import adapters_of, check_choice, check_kind, engine_config, for_each, typed
+from engine.llm.arguments import adapters_of, check_beside_settings, check_kind, engine_config, for_each, typed
 from engine.llm.job import Job, RequestOutput
 from engine.llm.params import SamplingParams
 from engine.llm.prompts import Prompt, ReadPrompt, listed, read_prompt, with_addresses
@@ -38,17 +38,14 @@ from engine.sources.model_source import check_embedded, find_model
 from engine.startup.ahead import begin_weights
 from engine.startup.model_check import check_model
 from engine.system.progress import StartupProgress, run_bars
-from engine.text.channels import CHANNEL_NAMES
 from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
 from engine.text.chat_template import read_template
 from engine.text.fields.sampling import Constraint, QueueFields
-from engine.text.reasoning import REASONING_TAGS
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, no_images, sampling_params, text_rules, truncated
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tokenizer_files import check_draft_tokenizer, load_tokenizer
-from engine.text.tools.formats import TOOL_FORMATS
 
 if TYPE_CHECKING:
     from engine.llm.pictures import Pictures
@@ -91,8 +88,8 @@ class LLM(VectorMethods):
         **engine: Any,
     ) -> None:
         check_sampling_source(generation_config, override_generation_config)
-        _check(max_logprobs, tool_call_parser, reasoning_parser)
-        _check_given(tokenizer, chat_template, allowed_local_media_path)
+        paths = tokenizer, chat_template, allowed_local_media_path
+        check_beside_settings(max_logprobs, tool_call_parser, reasoning_parser, paths)
         template = None if chat_template is None else read_template(chat_template)
         source = find_model(model)
         if model is None:
@@ -390,20 +387,6 @@ def _pictures(model: Path, text: TextTokenizer, wishes: tuple[Any, ...], local: 
 
     preprocessor = ImagePreprocessor.of(model, text, *wishes)
     return None if preprocessor is None else Pictures(preprocessor, local)
-
-
-def _check_given(*paths: str | None) -> None:
-    """Raise ConfigError for an empty path, which would be the current folder."""
-    if "" in paths:
-        raise ConfigError("tokenizer, chat_template or allowed_local_media_path is ''; give a value, or leave it out.")
-
-
-def _check(max_logprobs: int, tool_calls: str, reasoning: str) -> None:
-    """Raise ConfigError for arguments that no setting of the engine checks."""
-    if max_logprobs < 0:
-        raise ConfigError(f"max_logprobs is {max_logprobs}; it must be at least 0.")
-    check_choice("tool_call_parser", tool_calls, TOOL_FORMATS)
-    check_choice("reasoning_parser", reasoning, (*REASONING_TAGS, *CHANNEL_NAMES))
 
 
 def _end(engine: EngineHandle, tokenizer: TextTokenizer, pictures: Pictures | None) -> None:

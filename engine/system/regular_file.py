@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 256 << 20  # of a file that is read whole; the largest tokenizer.json are a tenth of it
+MAX_SETTING_BYTES = 64 << 20  # of one that a setting names
 
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
@@ -90,6 +91,15 @@ def read_object(path: Path, max_bytes: int, error: type[Exception], missing: str
     if not isinstance(values, dict):
         raise error(f"{path} must hold a JSON object, and holds a {type(values).__name__}.")
     return values
+
+
+def read_setting(flag: str, given: str | Path, error: type[Exception]) -> str:
+    """Return the text of the file that a setting names. Raises `error` with one sentence."""
+    try:
+        return read_text(expanded(given), MAX_SETTING_BYTES)
+    except (OSError, UnicodeDecodeError) as fault:
+        why = reason(fault) if isinstance(fault, OSError) else fault
+        raise error(f"{flag} is {str(given)!r:.200}, which cannot be read: {why}.") from fault
 
 
 def reason(error: OSError) -> str:

@@ -22,15 +22,13 @@ from jinja2.runtime import Context
 from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError
 from engine.system.calls import foreign_code
 from engine.system.child_process import Ask, ChildError, ChildLostError, ChildProcess, Parts
-from engine.system.regular_file import expanded, read_text
-from engine.system.regular_file import reason as file_reason
+from engine.system.regular_file import read_setting
 from engine.text.template_environment import make_environment, reason
 from engine.text.types import RESERVED
 
 _CUT = "<<the final message ends here>>"  # plain text, so that no filter of a template changes it
 MAX_INPUT = 32_768  # characters of JSON of a conversation that is rendered on the caller's thread
 MAX_SOURCE = 128 << 10  # characters of a template; those of models that call tools have up to 30,000
-_MAX_FILE_BYTES = 64 << 20
 _HERE_S = 0.01  # CPU time of a rendering on the caller's thread; a chat takes 0.1 ms
 _HERE_CHARS = 4 << 20  # of a prompt made there
 _LIMIT_S = 60.0  # the process enforces far lower limits of CPU time itself
@@ -51,11 +49,7 @@ def read_template(given: str | Path) -> str:
     """Return a chat template that a setting gives: a file's, or the text itself. Raises ConfigError."""
     text = str(given)
     if "{%" not in text and "{{" not in text:
-        try:
-            text = read_text(expanded(given), _MAX_FILE_BYTES)
-        except (OSError, UnicodeDecodeError) as error:
-            why = file_reason(error) if isinstance(error, OSError) else error
-            raise ConfigError(f"--chat-template is {str(given)!r:.200}, which cannot be read: {why}.") from error
+        text = read_setting("--chat-template", given, ConfigError)
     ChatTemplate(text, {})
     return text
 

@@ -1,4 +1,4 @@
-"""The table of conflicting server settings; engine/settings/engine_config.py has the engine's."""
+"""The table of conflicting server settings; engine/settings/conflicts.py has the engine's."""
 
 import re
 

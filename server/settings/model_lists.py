@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.settings.foreign import meaning
-from engine.system.regular_file import reason
-from server.settings.files import read_setting_file
+from engine.system.regular_file import read_setting, reason
 
 _HEAD, _ALL = "version", "*"  # the sections of what stands before the first one, and of what is for all
 AT_ONCE = 4  # models that llama-server has loaded at most by default
@@ -81,7 +80,7 @@ def in_preset(path: Path) -> list[ListedModel]:
     ini.optionxform = str  # type: ignore[assignment, method-assign]  # -C is not -c
     place = f"--models-preset is {str(path)!r}, which"
     try:
-        ini.read_string(f"[{_HEAD}]\n" + read_setting_file("--models-preset", path))
+        ini.read_string(f"[{_HEAD}]\n" + read_setting("--models-preset", path, ConfigError))
     except IniError as error:  # whose words have lines of the file
         line = error.errors[0][0] if isinstance(error, ParsingError) else getattr(error, "lineno", 1)
         raise ConfigError(

@@ -17,7 +17,7 @@ from engine.files.quant_config import QuantConfig
 from engine.runtime.models.load import choose_scheme
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.linear import Bundle, Circumstances, Scheme
-from engine.runtime.weights.stored.formats import Storage
+from engine.runtime.weights.stored.storage import Storage
 from tests.cpu.test_models_families import CASES, load, logits_of, write_tiny
 
 IDS = torch.arange(3, 23)

@@ -17,8 +17,8 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.runtime.native.library import WeightFormat, native
 from engine.runtime.native.ops import FLOAT_FORMATS
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
-from engine.runtime.weights.stored.formats import Storage
 from engine.runtime.weights.stored.packed import Packed, e8m0
+from engine.runtime.weights.stored.storage import Storage
 from tests.cpu import packers
 from tests.cpu.test_models_families import QWEN3_5, load, logits_of
 

@@ -23,7 +23,7 @@ from engine.runtime.schemes.linear import Bundle, Circumstances, Linear, Matrix,
 from engine.runtime.schemes.stored import FIRST_CAPABILITY, MULTIPLE, Fp8Scheme, StoredScheme
 from engine.runtime.weights.checkpoint import StoredTensor, open_checkpoint
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
-from engine.runtime.weights.stored.formats import Storage
+from engine.runtime.weights.stored.storage import Storage
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
 from tests.cpu.test_models_families import CASES, logits_of, write_tiny

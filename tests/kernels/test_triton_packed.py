@@ -20,8 +20,8 @@ from engine.runtime.schemes import stored as stored_scheme
 from engine.runtime.schemes.linear import Bundle, Matrix
 from engine.runtime.schemes.stored import StoredScheme
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
-from engine.runtime.weights.stored.formats import Storage
 from engine.runtime.weights.stored.packed import Codes, Microscaled
+from engine.runtime.weights.stored.storage import Storage
 from tests.cpu import packers
 from tests.cpu.packers import Packing
 from tests.cpu.test_stored import CASES, found, log_probabilities

@@ -47,7 +47,7 @@ from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.linear import Circumstances, Scheme
 from engine.runtime.weights.checkpoint import FLOATS, Checkpoint, open_checkpoint
 from engine.runtime.weights.encoder_names import EncoderTensors
-from engine.runtime.weights.stored.formats import Storage
+from engine.runtime.weights.stored.storage import Storage
 from engine.settings.engine_config import EngineConfig
 from engine.system.calls import TRANSFORMERS
 from engine.system.regular_file import read_json

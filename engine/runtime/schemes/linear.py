@@ -31,7 +31,7 @@ from engine.runtime.native.ops import FLOAT_FORMATS, PANEL, NativeHeads, NativeL
 from engine.runtime.native.rows import RepackedRows, StoredRows
 from engine.runtime.parallel.group import Group
 from engine.runtime.weights.checkpoint import Span, StoredTensor
-from engine.runtime.weights.stored.formats import Storage
+from engine.runtime.weights.stored.storage import Storage
 
 _TORCH_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,

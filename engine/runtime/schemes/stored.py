@@ -26,8 +26,8 @@ from engine.runtime.schemes.linear import (
     native_product,
     native_refusal,
 )
-from engine.runtime.weights.stored.formats import Storage
 from engine.runtime.weights.stored.packed import Blocks, repacked
+from engine.runtime.weights.stored.storage import Storage
 
 MULTIPLE = 16  # multiple required of both dimensions of a weight
 FIRST_CAPABILITY = (9, 0)  # compute capability; the first with a product that scales every row

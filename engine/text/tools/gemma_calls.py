@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from engine.text.tools.json_arguments import ArgumentsParser
 from engine.text.tools.python_literals import LiteralReader
-from engine.text.tools.text_values import Parameter, ValueGrammar, arguments_in_order, self_contained, types_of
+from engine.text.tools.text_values import types_of
 from engine.text.tools.tool_format import (
     CallParser,
     OfferedTool,
@@ -26,6 +26,7 @@ from engine.text.tools.tool_format import (
     free_text,
     literal,
 )
+from engine.text.tools.value_grammar import Parameter, ValueGrammar, arguments_in_order, self_contained
 from engine.text.types import Piece, held_back
 
 OPENING, CLOSING, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -121,8 +122,7 @@ class GemmaCallParser(ArgumentsParser):
 def _calls(rule: str, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, is_forced: bool) -> list[str]:
     """Return Lark whose `rule` is a call after its opening mark, up to its end.
 
-    Arguments come in the schema's order. Those of a tool that is not strict are free, unless the call is forced. Strings
-    inside lists and objects are JSON's, which the parser reads as well.
+    Strings inside lists and objects are JSON's, which the parser reads as well.
     """
     values, quote = ValueGrammar("", "", QUOTE, ("<tool_call\\|>",), special_tokens), literal(QUOTE, special_tokens)
     lines = [
@@ -143,8 +143,5 @@ def _calls(rule: str, tools: Sequence[OfferedTool], special_tokens: Mapping[str,
 
     for index, tool in enumerate(tools):
         lines.append(f"call_{index}: {json.dumps(f'call:{tool.name}{{')} arguments_{index}")
-        if not (tool.strict or is_forced):
-            lines.append(f"arguments_{index}: free")
-        else:
-            lines += arguments_in_order(tool, index, re.compile(_KEY), written, between=",", end="}")
+        lines += arguments_in_order(tool, index, re.compile(_KEY), written, between=",", end="}", is_forced=is_forced)
     return lines

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from engine.text.tools.json_arguments import ArgumentsParser
 from engine.text.tools.python_literals import LiteralReader
-from engine.text.tools.text_values import Parameter, arguments_in_order, refusal, self_contained, types_of
+from engine.text.tools.text_values import types_of
 from engine.text.tools.tool_format import (
     MAX_CALLS,
     SPACE,
@@ -31,6 +31,7 @@ from engine.text.tools.tool_format import (
     literal,
     repeated,
 )
+from engine.text.tools.value_grammar import Parameter, arguments_in_order, refusal, self_contained
 from engine.text.types import Piece
 
 _NAME = r"[a-zA-Z_][a-zA-Z0-9_.-]{0,127}"
@@ -266,19 +267,13 @@ _FREE = [
 
 
 def _calls(tools: Sequence[OfferedTool], *, is_forced: bool) -> list[str]:
-    """Return Lark whose rule `call` is one of the tools' calls.
-
-    Arguments come in the schema's order. Those of a tool that is not strict are free, unless the call is forced.
-    """
+    """Return Lark whose rule `call` is one of the tools' calls."""
     lines = [f"call: {any_of('call', len(tools))}", *_FREE]
     for index, tool in enumerate(tools):
         if not re.fullmatch(_NAME, tool.name):
             raise refusal(f"a function cannot be named {tool.name!r}", "rename it")
         lines.append(f'call_{index}: "{tool.name}(" arguments_{index}')
-        if not (tool.strict or is_forced):
-            lines.append(f"arguments_{index}: free")
-        else:
-            lines += arguments_in_order(tool, index, re.compile(_KEY), _written, between=", ", end=")")
+        lines += arguments_in_order(tool, index, re.compile(_KEY), _written, between=", ", end=")", is_forced=is_forced)
     return lines
 
 

@@ -19,8 +19,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from engine.text.tools.text_values import TextValuesParser, ValueGrammar, calls_in_order
+from engine.text.tools.text_values import TextValuesParser
 from engine.text.tools.tool_format import SPACE, CallParser, OfferedTool, ToolFormat, Tools, any_of, literal, repeated
+from engine.text.tools.value_grammar import ValueGrammar, calls_in_order
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"

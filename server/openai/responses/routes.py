@@ -23,8 +23,9 @@ from server.answers.stored_responses import ResponseStore, StoredResponse
 from server.http.bodies import INLINE_BYTES, json_body
 from server.http.openapi import answers
 from server.http.threads import Result, run_slowly
-from server.openai.responses.body import InputBody, Item, ResponsesBody
+from server.openai.responses.body import InputBody, ResponsesBody
 from server.openai.responses.formatter import ResponseDocument, ResponsesFormatter
+from server.openai.responses.items import Item
 from server.protocol.documents import PageQuery
 from server.protocol.errors import ApiError
 
