@@ -2,7 +2,7 @@
 // model takes some, are chosen, dropped or pasted. A draft survives a reload, its files do not.
 
 import { chips, readAll } from "./attachments.js";
-import { el, icon, iconButton, onSubmit, recall, remember } from "./dom.js";
+import { el, icon, iconButton, isComposing, onSubmit, recall, remember } from "./dom.js";
 
 const KEY = "quire.drafts"; // in localStorage: { conversation id: text }
 const MAX_DRAFTS = 50;
@@ -120,8 +120,7 @@ export class Composer {
     });
     this.input.addEventListener("input", () => this.#changed());
     this.input.addEventListener("keydown", (event) => {
-      // Enter also ends the composition of a character; Safari reports that as key code 229.
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229) {
+      if (event.key === "Enter" && !event.shiftKey && !isComposing(event)) {
         event.preventDefault();
         this.submit();
       }

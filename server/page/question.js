@@ -2,7 +2,7 @@
 
 import { chips } from "./attachments.js";
 import { textOf } from "./conversation.js";
-import { button, copyButton, el, iconButton, onSubmit } from "./dom.js";
+import { button, copyButton, el, iconButton, isComposing, onSubmit } from "./dom.js";
 
 export class Question {
   /** `onEdit(text)` asks again with another text. */
@@ -31,10 +31,10 @@ export class Question {
       }
     });
     form.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") {
+      if (event.key === "Escape" && !isComposing(event)) {
         event.stopPropagation();
         leave();
-      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.target === input) {
+      } else if (event.key === "Enter" && !event.shiftKey && !isComposing(event) && event.target === input) {
         event.preventDefault();
         form.requestSubmit();
       }
