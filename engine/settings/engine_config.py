@@ -36,6 +36,7 @@ _scheduling = section("Scheduling")
 _lora = section("LoRA adapters")
 _logging = section("Logging and configuration")
 _offload = feature("kv_offload_config", "Device and memory")
+_MOST_ROWS = 1 << 20  # of a step, whose tables are made at the start: far more than any machine computes at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,10 +202,16 @@ class EngineConfig:
     )
 
     max_num_seqs: int | None = _scheduling(
-        None, "N", "most sequences in one step", unset="chosen for the device", at_least=1, is_essential=True
+        None,
+        "N",
+        "most sequences in one step",
+        unset="chosen for the device",
+        at_least=1,
+        at_most=_MOST_ROWS,
+        is_essential=True,
     )
     max_num_batched_tokens: int | None = _scheduling(
-        None, "N", "most tokens in one step", unset="chosen for the device", at_least=1
+        None, "N", "most tokens in one step", unset="chosen for the device", at_least=1, at_most=_MOST_ROWS
     )
     scheduling_policy: str = _scheduling("fcfs", "", "which request goes first", choices=tuple(POLICIES))
     target_itl_ms: float | None = _scheduling(

@@ -596,9 +596,12 @@ def test_how_many_adapters_there_may_be(changes: dict[str, Any], number: int) ->
     assert EngineConfig(model="m", **changes).num_loras == number
 
 
-def test_more_threads_than_a_machine_can_give_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--num-threads is 100000; it must be at most 1024"):
-        EngineConfig(model="here", num_threads=100_000)
+@pytest.mark.parametrize(
+    ("name", "most"), [("num_threads", 1024), ("max_num_seqs", 1 << 20), ("max_num_batched_tokens", 1 << 20)]
+)
+def test_more_than_a_machine_can_give_is_refused(name: str, most: int) -> None:
+    with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} is 100000000; it must be at most {most}"):
+        EngineConfig(model="here", **{name: 100_000_000})
 
 
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
