@@ -36,7 +36,7 @@ _scheduling = section("Scheduling")
 _lora = section("LoRA adapters")
 _logging = section("Logging and configuration")
 _offload = feature("kv_offload_config", "Device and memory")
-_MOST_ROWS = 1 << 20  # of a step, whose tables are made at the start: far more than any machine computes at once
+_MOST_ROWS = 1 << 20  # of a step; the start makes tables for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@
 import { Answer } from "./answer.js";
 import { Composer } from "./composer.js";
 import { requestFor, titleOf } from "./conversation.js";
-import { button, byId, el, iconButton, isComposing, sequenceColour } from "./dom.js";
+import { button, byId, el, iconButton, keyOf, sequenceColour } from "./dom.js";
 import { notify } from "./notices.js";
 import { Question } from "./question.js";
 import { Scroller } from "./scroller.js";
@@ -42,7 +42,7 @@ export class Chat {
     this.element = el("article", { className: "chat" }, this.#header(), this.log, this.scroller.button, this.composer.element);
     this.composer.takeDrops(this.element);
     this.element.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && !isComposing(event)) {
+      if (keyOf(event) === "Escape") {
         this.session.stop();
       }
     });

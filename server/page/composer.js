@@ -2,7 +2,7 @@
 // model takes some, are chosen, dropped or pasted. A draft survives a reload, its files do not.
 
 import { chips, readAll } from "./attachments.js";
-import { el, icon, iconButton, isComposing, onSubmit, recall, remember } from "./dom.js";
+import { el, icon, iconButton, keyOf, onSubmit, recall, remember } from "./dom.js";
 
 const KEY = "quire.drafts"; // in localStorage: { conversation id: text }
 const MAX_DRAFTS = 50;
@@ -120,7 +120,7 @@ export class Composer {
     });
     this.input.addEventListener("input", () => this.#changed());
     this.input.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !isComposing(event)) {
+      if (keyOf(event) === "Enter" && !event.shiftKey) {
         event.preventDefault();
         this.submit();
       }

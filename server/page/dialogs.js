@@ -1,7 +1,7 @@
 // The dialogs of a chat: its settings and its title.
 
 import { DEFAULTS, parseTools } from "./conversation.js";
-import { byId, onSubmit } from "./dom.js";
+import { byId, keyOf, onSubmit } from "./dom.js";
 
 /** Ask for a chat's title, beginning with the present one; `done(title)` gets it. */
 export function askName(title, done) {
@@ -60,7 +60,7 @@ elements.tools.addEventListener("input", () => {
 byId("settings-reset").addEventListener("click", () => fill({ ...DEFAULTS, model: elements.model.value }));
 onSubmit(form, () => dialog.close()); // reached with valid fields only
 dialog.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") {
+  if (keyOf(event) === "Escape") {
     event.preventDefault(); // as Done: it shows a field that is not valid
     form.requestSubmit();
   }

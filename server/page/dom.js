@@ -103,8 +103,8 @@ export function duration(seconds) {
   return `${ms.toFixed(ms < 100 ? 1 : 0)} ms`;
 }
 
-/** Whether a key belongs to the composition of a character; Safari reports the Enter that ends one as key code 229. */
-export const isComposing = (event) => event.isComposing || event.keyCode === 229;
+/** The key of an event, or nothing if it belongs to the composition of a character; Safari gives the Enter that ends one key code 229. */
+export const keyOf = (event) => (event.isComposing || event.keyCode === 229 ? "" : event.key);
 
 /** 12345 -> "12,345"; a dash for what is not known. */
 export const count = (value) => (Number.isFinite(value) ? Math.round(value).toLocaleString("en-US") : "–");

@@ -1,7 +1,7 @@
 // What is on the screen: the list of chats, the chats, and a panel with the engine or the requests. On narrow screens
 // chats and panels are tabs and the list is a drawer; on wide ones the list and the panel can be hidden.
 
-import { byId, recall, remember } from "./dom.js";
+import { byId, keyOf, recall, remember } from "./dom.js";
 
 const KEY = "quire.layout"; // in localStorage: { list, panel } as on wide screens
 const PANELS = ["engine", "requests"];
@@ -59,7 +59,7 @@ for (const name of PANELS) {
 byId("list-button").addEventListener("click", () => showList(!state.list));
 byId("scrim").addEventListener("click", () => showList(false));
 byId("history-panel").addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && drawer.matches) {
+  if (keyOf(event) === "Escape" && drawer.matches) {
     showList(false);
     byId("list-button").focus();
   }

@@ -2,7 +2,7 @@
 
 import { chips } from "./attachments.js";
 import { textOf } from "./conversation.js";
-import { button, copyButton, el, iconButton, isComposing, onSubmit } from "./dom.js";
+import { button, copyButton, el, iconButton, keyOf, onSubmit } from "./dom.js";
 
 export class Question {
   /** `onEdit(text)` asks again with another text. */
@@ -31,10 +31,10 @@ export class Question {
       }
     });
     form.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && !isComposing(event)) {
+      if (keyOf(event) === "Escape") {
         event.stopPropagation();
         leave();
-      } else if (event.key === "Enter" && !event.shiftKey && !isComposing(event) && event.target === input) {
+      } else if (keyOf(event) === "Enter" && !event.shiftKey && event.target === input) {
         event.preventDefault();
         form.requestSubmit();
       }

@@ -40,14 +40,6 @@ def test_it_stays_so_far_ahead_of_use(room: Headroom, populated: list[tuple[int,
     assert populated == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 10), (16, 17), (18, 19)]
 
 
-def test_states_of_a_burst_are_made_ready_too(
-    room: Headroom, populated: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_cache, "_AHEAD_STATES", 3)
-    assert _grown(Headroom(room._blocks, 2), 1) == 7
-    assert populated[-1] == (13, 14)
-
-
 def test_a_system_that_says_no_is_asked_again_when_more_is_used(
     room: Headroom, populated: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,22 +44,18 @@ from engine.runtime.transfer import to_device
 if TYPE_CHECKING:
     from engine.runtime.pool.states import StatePool
 
-_AHEAD_BYTES = 512 << 20  # prepared beyond the used part: enough for a burst; an idle server holds this much too much,
-_AHEAD_STATES = (
-    64  # and so many states of sequences with recurrent layers, a burst of 32 that leave one each to the cache
-)
+_AHEAD_BYTES = 512 << 20  # prepared beyond the used part: enough for a burst; an idle server holds this much too much
 _PIECE_BYTES = 2 << 20  # one piece; a request that arrives meanwhile waits for it
 
 
 class Headroom:
     """Tracks how far into the pool memory is prepared."""
 
-    def __init__(self, blocks: Tensor, state_blocks: int = 0) -> None:
-        """`blocks`: the pool, [num_blocks, ...], contiguous; a sequence's recurrent state takes `state_blocks`."""
+    def __init__(self, blocks: Tensor) -> None:
+        """`blocks`: the pool, [num_blocks, ...], contiguous."""
         self._blocks = blocks
         block_bytes = max(blocks[0].nbytes, 1)
-        self._piece = -(-_PIECE_BYTES // block_bytes)
-        self._ahead = _AHEAD_BYTES // block_bytes + _AHEAD_STATES * state_blocks
+        self._piece, self._ahead = -(-_PIECE_BYTES // block_bytes), _AHEAD_BYTES // block_bytes
         self._num_ready = 0
         self._wait_until = 0  # blocks in use before the system is asked again, after it refused
 
@@ -125,6 +121,7 @@ class KVCache:
         self._parts = _allocate(num_blocks, [block_size * cut for cut in cuts], dtype, device)
         # Views of the whole pool, block first, in a type that can be copied.
         self.blocks = [movable(part) for part in self._parts]
+        self.headroom = Headroom(self.blocks[0]) if device.type == "cpu" else None
         tensors = {
             index: self._tensors(
                 spec if spec.source is None else self._specs[spec.source], groups.place_of[index], cuts, block_size
@@ -137,8 +134,6 @@ class KVCache:
             from engine.runtime.pool.states import StatePool
 
             self._states = StatePool(specs, self._parts[0].view(torch.uint8), max_rows, max_drafts)
-        state_blocks = 0 if self._states is None else self._states.places.num_blocks
-        self.headroom = Headroom(self.blocks[0], state_blocks) if device.type == "cpu" else None
         # The whole pool, for the native library.
         self.paged_step: PagedStep | None = None
         if backend.capabilities.native:
