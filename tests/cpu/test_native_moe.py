@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from engine.files.gguf_kinds import Kind
+from engine.runtime.native.build import Isa
 from engine.runtime.native.library import Library, LinearArgs, RouterArgs
 from engine.runtime.native.mixture import Mixture
 from engine.runtime.native.ops import NativeLinear
@@ -70,7 +71,8 @@ def make(library: Library, shape: tuple[int, int], name: str, *, activation: int
     if name == "int8":
         scale = values.float().abs().amax(1, keepdim=True) / 127
         rounded = int8(library, values, bias, activation)
-        return Weight(rounded, (values / scale).round() * scale, wide, is_quantised=True)
+        has_wide_rows = library.isa is Isa.AMX  # of 16 bits, which errors below do not see
+        return Weight(rounded, (values / scale).round() * scale, wide, is_quantised=not has_wide_rows)
     kind = Kind[name]
     rows = random_rows(shape[0], shape[1], kind, scale=2**-9)
     rows = rows[torch.randperm(shape[0]).numpy()]  # each matrix of the test is another one

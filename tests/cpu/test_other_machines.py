@@ -124,7 +124,8 @@ def test_integer_formats_have_the_same_bits(
     torch.manual_seed(0)
     library = recording.library
     linears = [quantised(library, [StoredRows(int(kind), random_rows(70, 512, kind))], 512, dtype) for kind in KINDS]
-    linears.append(int8(library, torch.randn(70, 512).to(dtype)))
+    if library.isa is not Isa.AMX:  # whose rows of inputs have 16 bits
+        linears.append(int8(library, torch.randn(70, 512).to(dtype)))
     with recording():
         for linear in linears:
             for num_rows in (1, 2, 3, 4, 11):

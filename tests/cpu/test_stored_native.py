@@ -32,6 +32,7 @@ from tests.cpu.test_lora import forward
 from tests.cpu.test_models_families import CASES as FAMILIES
 from tests.cpu.test_models_families import Case, logits_of, write_tiny
 from tests.cpu.test_stored import BLOCKS, CASES, FP8_DYNAMIC, IDS, unpacked
+from tests.cpu.tile_model import tiles_in_use
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels cannot be built here")
 
@@ -180,6 +181,15 @@ def test_rows_are_nearer_to_the_weights_than_documented_activations(name: str, t
     lost, allowed = divergence(exact, ours), divergence(exact, documented)
     assert 0 < lost < max(allowed, 4e-4)
     assert divergence(documented, ours) < 2 * allowed + 4e-4
+
+
+def test_bytes_with_one_scale_a_row_take_inputs_of_16_bits_on_tiles(tmp_path: Path) -> None:
+    exact = logits(packers.save(tmp_path, CASES["w8a8"], inner=416).double())
+    with tiles_in_use():
+        model, line = stored(tmp_path)
+        found = logits_of(model, IDS, [len(IDS)])
+    assert line.endswith("matrices as stored: 14 in 8 bits")
+    assert divergence(exact, found) < 1e-7  # with other kernels 1e-4
 
 
 @pytest.mark.parametrize("name", ["w4a16", "w4a16-asym", "awq", "gptq-3", "mxfp4"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle, product
 from pathlib import Path
 from platform import machine as machine_kind
@@ -13,6 +13,7 @@ from platform import machine as machine_kind
 import pytest
 import torch
 from test_attention import empty_pools, make_batch, make_tables
+from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.cpu_native import CpuNativeAttention
@@ -23,12 +24,12 @@ from engine.runtime.models.load import load_model
 from engine.runtime.native import build, library, tiles
 from engine.runtime.native.build import Isa, best_isa, machine_isas
 from engine.runtime.native.library import DTYPES, GemmArgs, Library, LinearArgs, WeightFormat, choose_kernels, native
-from engine.runtime.native.ops import FLOAT_FORMATS
+from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear
 from engine.runtime.native.tiles import random_weights, sum_as_tiles
 from engine.settings.engine_config import EngineConfig
 from engine.system.host_limits import processor_name
 from tests.cpu import test_models_families as families
-from tests.cpu.native_linears import packed
+from tests.cpu.native_linears import int8, packed
 from tests.cpu.test_native_decoder import run
 from tests.cpu.tile_model import tile_model, tiles_in_use, trapped_tiles
 
@@ -47,9 +48,34 @@ def test_sums_have_the_documented_order(num_inputs: int) -> None:
         assert torch.equal(linear(x[:num_rows], torch.float32), expected[:num_rows])
 
 
-def test_what_is_not_finite_stays_in_its_row() -> None:
+@pytest.mark.parametrize("num_inputs", [2, 32, 70, 2720])
+def test_inputs_of_int8_have_16_bits(num_inputs: int) -> None:
+    """Of the largest in their row, which other formats divide into blocks of 8 bits; and a row is the same bits alone."""
+    torch.manual_seed(num_inputs)
+    linear, x = int8(tile_model(), torch.randn(70, num_inputs)), torch.randn(49, num_inputs)
+    x[3, 1] = 1_000
+    codes = linear(torch.eye(num_inputs)).T.double()
+    found = linear(x)
+    step = x.abs().amax(1, keepdim=True).double() / (127 << 8)
+    most = step / 2 * codes.abs().sum(1) + 1e-6 * (x.double().abs() @ codes.T.abs())
+    assert ((found - x.double() @ codes.T).abs() <= most).all()
+    for num_rows in (1, 2, 8, 9, 16, 17, 33):
+        assert torch.equal(linear(x[:num_rows]), found[:num_rows])
+
+
+def test_sums_of_int8_stay_within_32_bits() -> None:
+    weight = torch.ones(40, 1 << 16) * torch.tensor([1, -1, 0.5, 1])[torch.arange(40) % 4, None]
+    x = torch.ones(3, 1 << 16) * torch.tensor([1, -1, 1])[:, None]
+    expected = (x[:, :1] @ weight[:, :1].T * (1 << 16)).double()
+    for rows in (x, x[:1]):
+        found = int8(tile_model(), weight)(rows)
+        assert ((found - expected[: len(rows)]).abs() <= 0.005 * 65536).all()
+
+
+@pytest.mark.parametrize("linear_of", [packed, int8])
+def test_what_is_not_finite_stays_in_its_row(linear_of: Callable[[Library, Tensor], NativeLinear]) -> None:
     torch.manual_seed(0)
-    linear, x = packed(tile_model(), torch.randn(70, 96).bfloat16()), torch.randn(20, 96).bfloat16()
+    linear, x = linear_of(tile_model(), torch.randn(70, 96).bfloat16()), torch.randn(20, 96).bfloat16()
     expected = linear(x)
     x[4, 7], x[11, 90] = torch.nan, torch.inf
     found = linear(x)
@@ -112,12 +138,12 @@ def test_the_machine_multiplies_each_format_as_the_model_does(
 
 
 @pytest.mark.parametrize(("num_rows", "num_inputs"), [(300, 2720), (530, 288)])
-@pytest.mark.parametrize("weight_format", [WeightFormat.BF16, WeightFormat.Q4_SUPER])
+@pytest.mark.parametrize("weight_format", [WeightFormat.BF16, WeightFormat.INT8, WeightFormat.Q4_SUPER])
 def test_rows_have_the_same_bits_in_any_block(weight_format: WeightFormat, num_rows: int, num_inputs: int) -> None:
     """Of more rows than the second cache keeps, slices of several panels follow each other; 530 rows are two blocks."""
     model, num_outputs = tile_model(), 330
     x = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
-    weights, scales = random_weights(model, WeightFormat.Q4_SUPER, num_outputs, num_inputs)
+    weights, scales = random_weights(model, weight_format, num_outputs, num_inputs)
     if weight_format is WeightFormat.BF16:
         weights = torch.randn(352 * num_inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
     addresses = weights.data_ptr(), scales.data_ptr(), None
@@ -234,7 +260,7 @@ def test_tiles_that_win_are_taken(with_tiles: Library, monkeypatch: pytest.Monke
         patch.setattr(torch, "equal", lambda *_: False)
         assert tiles._least_rows(tile_model(), WeightFormat.Q8) == 0  # with other bits
     found = tiles.measure_tiles(tile_model())
-    assert [rows for rows in found if rows < tiles.NEVER] == [8] * (len(WeightFormat) - 2)
+    assert [rows for rows in found if rows < tiles.NEVER] == [8] * (len(WeightFormat) - 3)
     assert best_isa() is not Isa.AMX  # which no start has proved
     load_kernels("auto", lambda _: None)
     assert native() is tile_model()

@@ -25,12 +25,19 @@ INLINE enum kind kind_of_weight(const struct gemm_args *a) {
     return kind_of(a->w.format == WEIGHT_F32 ? DT_F32 : DT_BF16);
 }
 
+/* Whether a product takes tiles, for any number of rows if its sums need no scaling on the way. */
+INLINE int goes_whole(const struct gemm_args *a) {
+    return is_quantised(a->w.format) ? is_wide(&a->w) : kind_of_weight(a) == KIND_TILES;
+}
+INLINE int goes_by_tiles(const struct gemm_args *a) { return HAS_TILES && (goes_whole(a) || is_tiled(a)); }
+
 /* Bytes of a lane of x: pairs that the machine cannot multiply directly become two float32. */
 INLINE size_t row_lane_bytes(enum kind kind) { return kind == KIND_BF16 ? 8 : 4; }
 
 /* The rows of a group at most. */
 INLINE int64_t most_rows(const struct gemm_args *a) {
-    if (is_quantised(a->w.format) ? is_tiled(a) : kind_of_weight(a) == KIND_TILES) return 2 * TILE_ROWS;
+    if (is_wide(&a->w)) return MOST_ROWS / WIDE_PARTS;
+    if (goes_by_tiles(a)) return MOST_ROWS;
     return is_quantised(a->w.format) ? QROWS : GROUP;
 }
 
@@ -41,12 +48,14 @@ int64_t gemm_num_groups(const struct gemm_args *a) {
 
 /* Groups have about as many rows as each other. On tiles many are full, but for the last one: shapes of tiles stay as they are. */
 int64_t gemm_group_start(const struct gemm_args *a, int64_t group) {
-    if (!HAS_TILES || most_rows(a) != MOST_ROWS || a->m <= FEW_GROUPS * MOST_ROWS) return group * a->m / gemm_num_groups(a);
-    return group * MOST_ROWS < a->m ? group * MOST_ROWS : a->m;
+    const int64_t most = most_rows(a);
+    if (!goes_by_tiles(a) || a->m <= FEW_GROUPS * most) return group * a->m / gemm_num_groups(a);
+    return group * most < a->m ? group * most : a->m;
 }
 
 /* Bytes of a packed row. In tiles zeros follow the last lane. */
 INLINE size_t gemm_row_bytes(const struct gemm_args *a) {
+    if (is_wide(&a->w)) return wide_row_bytes(a->w.k);
     if (is_quantised(a->w.format)) return quant_row_bytes(a->w.format, a->w.k);
     enum kind kind = kind_of_weight(a);
     size_t lanes = (size_t)a->w.k / pair_of(kind);
@@ -56,12 +65,12 @@ INLINE size_t gemm_row_bytes(const struct gemm_args *a) {
 
 int64_t gemm_block_panels(void) { return BLOCK_PANELS; }
 
-int32_t gemm_goes_by_rows(const struct gemm_args *a) { return HAS_TILES && most_rows(a) == MOST_ROWS; }
+int32_t gemm_goes_by_rows(const struct gemm_args *a) { return goes_by_tiles(a); }
 
 /* On tiles, as many as stay in the second cache while panels pass, and at least half of the most: each block reads all weights. */
 int64_t gemm_block_groups(const struct gemm_args *a) {
     if (!gemm_goes_by_rows(a)) return BLOCK_GROUPS;
-    int64_t kept = (int64_t)(KEPT_BYTES / (MOST_ROWS * gemm_row_bytes(a)));
+    int64_t kept = (int64_t)(KEPT_BYTES / ((size_t)most_rows(a) * gemm_row_bytes(a)));
     return kept > BLOCK_GROUPS ? BLOCK_GROUPS : kept > BLOCK_GROUPS / 2 ? kept : BLOCK_GROUPS / 2;
 }
 
@@ -92,7 +101,9 @@ void gemm_pack_group(const struct gemm_args *a, int64_t group, const void *x_row
     enum kind kind = kind_of_weight(a);
     size_t lanes = (size_t)a->w.k / pair_of(kind);
     int64_t first = gemm_group_start(a, group), num = gemm_group_start(a, group + 1) - first;
-    if (is_quantised(a->w.format)) {
+    if (is_wide(&a->w)) {
+        wide_pack_rows(a, x_rows, stride, (char *)a->rows + (size_t)first * gemm_row_bytes(a), num);
+    } else if (is_quantised(a->w.format)) {
         quant_pack_rows(a, x_rows, stride, quant_group_at(a->w.format, a->w.k, a->rows, first, num), num);
     } else {
         uint32_t *to = (uint32_t *)((char *)a->rows + (size_t)first * gemm_row_bytes(a));
@@ -111,9 +122,9 @@ void gemm_gather(const struct gemm_args *a, int64_t group, const char *alone, co
     char *to = (char *)a->rows + (size_t)first * bytes;
     const char *from[num];
     for (int64_t r = 0; r < num; r++) from[r] = alone + (size_t)rows[first + r] * bytes;
-    if (is_tiled(a)) {
-        size_t codes = (size_t)quant_num_blocks(a->w.k) * QBLOCK;
-        interleave(to, from, num, codes, QBLOCK);
+    if (is_wide(&a->w) || is_tiled(a)) {
+        size_t codes = is_wide(&a->w) ? wide_tiles_bytes(a->w.k) : (size_t)quant_num_blocks(a->w.k) * QBLOCK;
+        interleave(to, from, num, codes, is_wide(&a->w) ? WIDE_PARTS * TILE_BYTES : QBLOCK);
         for (int64_t r = 0; r < num; r++) from[r] += codes;
         to += (size_t)num * codes, bytes -= codes;
     }
@@ -225,8 +236,15 @@ struct tiling {
     uint64_t shapes; /* see shape_products */
 };
 
+/* c += rows in a . weights in b. */
+#define TILE_DOT(is_codes, c, a, b)              \
+    do {                                         \
+        if (is_codes) tile_dot_codes(c, a, b);   \
+        else tile_dot_bf16(c, a, b);             \
+    } while (0)
+
 /* The same for up to two tiles of rows, and lanes that fill whole tiles, or one in part. */
-INLINE void panel_dot_tiles(int is_high, size_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums,
+INLINE void panel_dot_tiles(int is_codes, int is_high, size_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums,
                             int is_first, struct ahead *ahead, struct tiling *tiling) {
     const size_t width = PANEL * 4, num_tiles = (lanes - 1) / TILE_LANES + 1;
     struct complete *before = &tiling->before;
@@ -245,22 +263,29 @@ INLINE void panel_dot_tiles(int is_high, size_t num, const uint32_t *panel, cons
         tile_load_once(4, rows, TILE_BYTES);
         tile_load(6, panel, width);
         tile_load(7, panel + PANEL / 2, width);
-        tile_dot_bf16(0, 4, 6);
-        tile_dot_bf16(1, 4, 7);
+        TILE_DOT(is_codes, 0, 4, 6);
+        TILE_DOT(is_codes, 1, 4, 7);
         if (!is_high) continue;
         tile_load_once(5, rows + TILE_ROWS * TILE_BYTES, TILE_BYTES);
-        tile_dot_bf16(2, 5, 6);
-        tile_dot_bf16(3, 5, 7);
+        TILE_DOT(is_codes, 2, 5, 6);
+        TILE_DOT(is_codes, 3, 5, 7);
     }
     tile_store(0, sums, width), tile_store(1, sums + TILE_ROWS, width);
     if (is_high) tile_store(2, last, width), tile_store(3, last + TILE_ROWS, width);
 }
 
-static void panel_dot_group_tiles(size_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums, int is_first,
+static void panel_dot_group_tiles(int is_codes, size_t num, const uint32_t *panel, const char *rows, size_t lanes, float *sums, int is_first,
                                   struct ahead *ahead, struct tiling *tiling) {
     shape_products(&tiling->shapes, num, lanes < TILE_LANES ? lanes : TILE_LANES);
-    if (num > TILE_ROWS) panel_dot_tiles(1, num, panel, rows, lanes, sums, is_first, ahead, tiling);
-    else panel_dot_tiles(0, num, panel, rows, lanes, sums, is_first, ahead, tiling);
+#define TILES_CASE(is_codes)                                                                                            \
+    if (num > TILE_ROWS) panel_dot_tiles(is_codes, 1, num, panel, rows, lanes, sums, is_first, ahead, tiling); \
+    else panel_dot_tiles(is_codes, 0, num, panel, rows, lanes, sums, is_first, ahead, tiling)
+    if (is_codes) {
+        TILES_CASE(1);
+    } else {
+        TILES_CASE(0);
+    }
+#undef TILES_CASE
 }
 
 /* The same for one row, by vectors in the order of tiles: a stream of vectors is read faster. Never inlined: compilers move
@@ -424,24 +449,30 @@ struct slice {
     size_t at, num;
 };
 
+/* Lanes of a panel that tiles multiply as it lies: pairs of bfloat16, or four codes. */
+INLINE size_t tile_lanes(const struct gemm_args *a) { return is_wide(&a->w) ? wide_lanes(a->w.k) : (size_t)a->w.k / 2; }
+
 static void multiply_slice(struct tiling *tiling, const struct gemm_share *share, int64_t p, struct slice s, float *sums) {
     const struct gemm_args *a = tiling->a;
     int64_t block_start = gemm_group_start(a, share->group_begin);
-    const int is_last = s.at + s.num == (size_t)a->w.k / 2;
+    const int is_last = s.at + s.num == tile_lanes(a), is_codes = is_wide(&a->w), parts = is_codes ? WIDE_PARTS : 1;
     /* Beside a full block, rows would wait for the lines of results that are fetched. */
     const int prepares = is_last && !a->next && share->group_end - share->group_begin < BLOCK_GROUPS / 2;
     for (int64_t g = share->group_begin; g < share->group_end; g++) {
         int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
         if (prepares) gemm_prepare(a, first, num_rows, p);
-        const char *rows = (const char *)a->rows + (size_t)first * gemm_row_bytes(a) + s.at * (size_t)num_rows * 4;
-        float *done = sums + (first - block_start) * PANEL;
+        char *group = (char *)a->rows + (size_t)first * gemm_row_bytes(a);
+        const char *rows = group + s.at * (size_t)(num_rows * parts) * 4;
+        float *done = sums + (first - block_start) * parts * PANEL;
         if (num_rows == 1) {
             finish_rows(a, &tiling->before, MOST_ROWS); /* their sums may be where these come */
-            row_dot_tiles(s.from, rows, s.num, done, s.at == 0);
+            if (is_codes) wide_row_dot(s.from, (const uint32_t *)rows, s.num, done, s.at == 0);
+            else row_dot_tiles(s.from, rows, s.num, done, s.at == 0);
         } else {
-            panel_dot_group_tiles((size_t)num_rows, s.from, rows, s.num, done, s.at == 0, &s.ahead, tiling);
+            panel_dot_group_tiles(is_codes, (size_t)(num_rows * parts), s.from, rows, s.num, done, s.at == 0, &s.ahead, tiling);
         }
         if (!is_last) continue;
+        if (is_codes) wide_join(&a->w, group, num_rows, p * PANEL, done);
         if (a->addends) add_low_rank(a, first, num_rows, p, done);
         tiling->before = (struct complete){done, p, first, num_rows, 0};
     }
@@ -455,9 +486,9 @@ INLINE struct ahead ahead_of(const uint32_t *slice, const uint32_t *next, size_t
     return next_part((const char *)next, num * PANEL * 4, (size_t)((LINES - 1) / num_groups + 1), 0);
 }
 
-/* Pairs of bfloat16 on tiles. */
+/* Pairs of bfloat16, or codes of rows with one scale, on tiles. */
 static void gemm_tiles(const struct gemm_args *a, const struct gemm_share *share) {
-    const size_t lanes = (size_t)a->w.k / 2, rest = lanes > TILE_LANES ? lanes % TILE_LANES : 0; /* a slice of its own */
+    const size_t lanes = tile_lanes(a), rest = lanes > TILE_LANES ? lanes % TILE_LANES : 0; /* a slice of its own */
     const int64_t num_groups = share->group_end - share->group_begin, most = block_panels(a, share);
     const size_t longest = num_groups > FEW_GROUPS ? TILE_SLICE : SHORT_SLICE;
     const size_t num_slices = (lanes - 1) / longest + 1; /* of about one size */
@@ -483,16 +514,16 @@ static void gemm_tiles(const struct gemm_args *a, const struct gemm_share *share
 }
 
 void gemm(const struct gemm_args *a, const struct gemm_share *share) {
+    if (goes_whole(a)) {
+        gemm_tiles(a, share);
+        return;
+    }
     if (is_quantised(a->w.format)) {
         if (is_tiled(a)) gemm_quantised_tiles(a, share);
         else gemm_quantised(a, share);
         return;
     }
     enum kind kind = kind_of_weight(a);
-    if (kind == KIND_TILES) {
-        gemm_tiles(a, share);
-        return;
-    }
     size_t lanes = (size_t)a->w.k / pair_of(kind);
     int64_t num_groups = share->group_end - share->group_begin;
     size_t slice_lanes = ((lanes - 1) / ((lanes - 1) / SLICE + 1) / 4 + 1) * 4; /* slices of about one size */

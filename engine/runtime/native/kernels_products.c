@@ -4,6 +4,7 @@
 
 #include "quant.h"
 #include "quant_tiles.h"
+#include "wide_rows.h"
 #include "gemm.h"
 
 EXPORT void quire_use_tiles(int32_t format, int64_t least_rows) { rows_for_tiles[format] = least_rows; }

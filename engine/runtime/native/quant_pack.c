@@ -318,7 +318,24 @@ static void round_tile(const void *context, const uint8_t *rows, int64_t begin, 
     }
 }
 
+/* Rows of Q8_0 whose blocks all have the scale of the first. */
+static void copy_tile(const void *context, const uint8_t *rows, int64_t begin, int64_t end) {
+    const struct quant_source *s = context;
+    const struct quant_format f = quant_format_of(WEIGHT_INT8);
+    int64_t num_blocks = quant_num_blocks(s->k);
+    for (int64_t row = begin; row < end; row++, rows += s->stored.row_bytes) {
+        int64_t to = target_row(s, row);
+        uint8_t *codes = (uint8_t *)s->packed + (size_t)(to / PANEL * num_blocks) * quant_block_bytes(f) + to % PANEL * 4;
+        for (int64_t b = 0; b < num_blocks; b++) {
+            struct block block;
+            read_block(GGUF_Q8_0, &s->stored, rows, b, &block);
+            if (b == 0) s->scales[to] = block.scale[0];
+            for (int i = 0; i < QBLOCK / 4; i++, codes += PANEL * 4) memcpy(codes, &block.quads[i], 4);
+        }
+    }
+}
+
 int32_t quant_pack_int8(const void *args, int64_t begin, int64_t end) {
     const struct quant_source *s = args;
-    return for_each_tile(&s->stored, begin, end, round_tile, s);
+    return for_each_tile(&s->stored, begin, end, s->stored.kind == GGUF_Q8_0 ? copy_tile : round_tile, s);
 }

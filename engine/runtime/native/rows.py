@@ -87,6 +87,11 @@ class RepackedRows(NamedTuple):
         """Return the file of the codes."""
         return self.codes.file
 
+    @property
+    def has_one_scale(self) -> bool:
+        """Return whether a row of bytes has one scale."""
+        return self.layout is CodeLayout.BYTES and self.num_groups == 1
+
 
 def in_halves(rows: np.ndarray, head_rows: int) -> np.ndarray:
     """Return a copy of rows whose heads are stored in pairs, in the order 0, 1, 2 and so on."""

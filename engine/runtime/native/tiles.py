@@ -61,7 +61,7 @@ def measure_tiles(library: Library) -> list[int]:
 
 def _least_rows(library: Library, weight_format: WeightFormat) -> int:
     """Return the rows from which tiles win with random weights, 0 if they compute something else."""
-    if weight_format in FLOAT_FORMATS.values():
+    if weight_format in (*FLOAT_FORMATS.values(), WeightFormat.INT8):
         return NEVER  # tiles are taken for any number
     random, least = torch.Generator().manual_seed(0), NEVER
     packed, scales = random_weights(library, weight_format, _NUM_OUTPUTS, _NUM_INPUTS)

@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from engine.runtime.cuda.available import has_fp8, has_triton
-from engine.runtime.native.library import native
+from engine.runtime.native.build import Isa
+from engine.runtime.native.library import WeightFormat, native
 from engine.runtime.native.ops import format_for, is_served_quantised
 from engine.runtime.native.rows import RepackedRows
 from engine.runtime.schemes.linear import (
@@ -147,7 +148,8 @@ class StoredScheme(Scheme):
         if not is_served_quantised(kinds):
             return None
         self._counts.update(f"in {_BITS[kind]} bits" for kind in kinds)
-        return native_product(library, format_for(kinds), parts, matrix)
+        goes_whole = library.isa is Isa.AMX and not matrix.is_head and all(part.has_one_scale for part in parts)
+        return native_product(library, WeightFormat.INT8 if goes_whole else format_for(kinds), parts, matrix)
 
     def _fp8(self, matrix: Matrix) -> Product | None:
         """Return the product on tensor cores; None if the matrix is not FP8 with scales for rows."""
