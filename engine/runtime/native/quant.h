@@ -67,9 +67,9 @@ INLINE float peak_of(const vf values[QBLOCK / W]) {
 /* The rows from which products take tiles, by the format of weights; 0: not measured. */
 static int64_t rows_for_tiles[NUM_WEIGHT_FORMATS];
 
-/* Whether a product takes tiles: integers are the same either way. */
+/* Whether a product takes tiles, and ends where a scale does: integers are the same either way. WEIGHT_INT8: wide_rows.h. */
 INLINE int is_tiled(const struct gemm_args *a) {
-    if (!HAS_TILES || !is_quantised(a->w.format)) return 0;
+    if (!HAS_TILES || a->w.format <= WEIGHT_INT8) return 0;
     int64_t least = rows_for_tiles[a->w.format];
     return a->m >= (least ? least : TILE_ROWS / 2);
 }

@@ -6,7 +6,7 @@ struct unpacked {
     ALIGNED int8_t codes[SUPER * QBLOCK * PANEL]; /* [inputs / 4][PANEL][4], less their zero */
     ALIGNED float scales[SUPER * 2 * PANEL], mins[SUPER * 2 * PANEL]; /* [groups][PANEL] */
     int64_t num_blocks;
-    int group, has_scale, has_min;
+    int group, has_min;
 };
 
 typedef uint8_t vub __attribute__((vector_size(VECTOR_BYTES)));
@@ -37,7 +37,7 @@ INLINE void unpack_as(int32_t format, const struct linear *w, const char *panel,
     int64_t rest = quant_num_blocks(w->k) - first;
     panel += (size_t)first * quant_block_bytes(f) + (size_t)(first / SUPER * quant_super_bytes(f));
     to->num_blocks = rest < SUPER ? rest : SUPER;
-    to->group = f.group, to->has_scale = f.scale != SCALE_OF_ROW, to->has_min = f.has_min;
+    to->group = f.group, to->has_min = f.has_min;
     for (int v = 0; f.scale == SCALE_CODE && v < PANEL / W; v++) {
         supers[0][v] = load_f16(panel + v * W * 2) * f.unit;
         if (f.has_min) supers[1][v] = load_f16(panel + (PANEL + v * W) * 2) * f.unit;
@@ -83,7 +83,7 @@ INLINE void multiply_group(size_t num, const char *rows, const int8_t *codes, in
 }
 
 /* sums [num][PANEL] += dots of `count` groups of inputs from `i` on, times their scales, which registers hold. */
-INLINE void add_scaled(int count, int has_scale, int has_min, const struct unpacked *w, int64_t i, size_t num, const float *const *row_scales,
+INLINE void add_scaled(int count, int has_min, const struct unpacked *w, int64_t i, size_t num, const float *const *row_scales,
                        const float *row_sums, int32_t *const *dots, float *sums) {
     vf scale[SCALED][PANEL / W], min[SCALED][PANEL / W];
     UNROLL for (int j = 0; j < count; j++)
@@ -102,7 +102,7 @@ INLINE void add_scaled(int count, int has_scale, int has_min, const struct unpac
             vf sum = load_f(sums + at);
             UNROLL for (int j = 0; j < count; j++) {
                 vf dot = __builtin_convertvector((vi)load_u(dots[j] + at), vf);
-                sum += dot * (has_scale ? scale[j][v] * row_scale[j] : row_scale[j]);
+                sum += dot * (scale[j][v] * row_scale[j]);
                 if (has_min) sum -= min[j][v] * row_sum[j];
             }
             store_f(sums + at, sum);
@@ -129,23 +129,15 @@ static void quant_dot_tiles(const struct unpacked *w, int64_t first, size_t num,
             row_scales[j] = x.scales + (size_t)(first + (i + j) / groups) * num;
             its_dots[j] = dots[(i + j) % (2 * SCALED)];
         }
-#define ADD(has_scale, has_min)                                                                               \
-    if (i + SCALED > count) add_scaled(1, has_scale, has_min, w, i, num, row_scales, row_sums, its_dots, sums); \
-    else add_scaled(SCALED, has_scale, has_min, w, i, num, row_scales, row_sums, its_dots, sums)
+#define ADD(has_min)                                                                               \
+    if (i + SCALED > count) add_scaled(1, has_min, w, i, num, row_scales, row_sums, its_dots, sums); \
+    else add_scaled(SCALED, has_min, w, i, num, row_scales, row_sums, its_dots, sums)
         if (w->has_min) {
-            ADD(1, 1);
-        } else if (w->has_scale) {
-            ADD(1, 0);
+            ADD(1);
         } else {
-            ADD(0, 0);
+            ADD(0);
         }
 #undef ADD
     }
 }
 
-/* A whole row's scale, in formats that have no others. */
-static void scale_rows(const struct linear *w, int64_t first_row, int64_t num, float *sums) {
-    if (quant_format_of(w->format).scale != SCALE_OF_ROW) return;
-    for (int64_t i = 0; i < num * PANEL; i += W)
-        store_f(sums + i, load_f(sums + i) * load_f((const float *)w->scales + first_row + i % PANEL));
-}
