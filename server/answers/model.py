@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastapi import Request as HttpRequest
 
-from engine.core.errors import read_each
+from engine.core.errors import AdapterNotFoundError, read_each
 from engine.core.types import Adapter, GrammarKey
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.text.chat.history import Owner
@@ -71,7 +71,7 @@ class ServedModel:
         images: ImageReader | None = None,
     ) -> None:
         """No `images`: the model takes text alone."""
-        self._engine, self.images = engine, images
+        self._engine, self._config, self.images = engine, config, images
         self.preprocessor = preprocessor
         self.limits = preprocessor.limits
         self.tokenizer = self.limits.tokenizer
@@ -81,9 +81,13 @@ class ServedModel:
         self._prepared: asyncio.Future[None] | None = None  # once the engine has the vocabulary
 
     def find(self, name: str | None) -> Named:
-        """Return the model, or the adapter of a name."""
-        loaded = None if name is None or name in self.names else self._engine.adapters.get(name)
-        return Named(name or self.names[0], None if loaded is None else loaded.adapter)
+        """Return the model, or the adapter of a name. Raises AdapterNotFoundError for one that has just been unloaded."""
+        if name is None or name in self.names:
+            return Named(name or self.names[0], None)
+        loaded = self._engine.adapters.get(name)
+        if loaded is None and not self._config.is_alias(name):  # the model would answer in its name
+            raise AdapterNotFoundError(f"No adapter {name!r} is loaded.", param="model")
+        return Named(name, None if loaded is None else loaded.adapter)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engine.core.errors import ModelLoadError, NotWantedError, QuireError, ShuttingDownError
@@ -227,7 +226,7 @@ class Models:
             if name in entry.names:
                 return entry
         for entry in self.entries:
-            if any(fnmatchcase(name, pattern) for pattern in entry.config.model_aliases):
+            if entry.config.is_alias(name):
                 return entry
         served = [
             each

@@ -17,7 +17,7 @@ from engine.text.fields.sampling import listed
 from engine.text.prompt_results import activated
 from engine.text.requests.scoring import Compared, Reduction, plan_scores
 from server.answers.generation import Generation
-from server.answers.model import ServedModel, aside
+from server.answers.model import Named, ServedModel, aside
 from server.answers.parts import InConfig, InModel, InResponder
 from server.answers.respond import Responder, answer_id, with_timings
 from server.http.bodies import json_body
@@ -80,9 +80,10 @@ async def create_score(
 ) -> Response:
     """Return the log likelihood of each text_2 as the continuation of its text_1; without an LM head, how well they match."""
     texts = Compared(body.text_1, body.text_2)
-    values, requests, generation = await _scored(http, model, responder, config, body, texts, body.reduction)
+    named = model.find(body.model)
+    values, requests, generation = await _scored(http, model, responder, config, body, named, texts, body.reduction)
     data = [Score(object="score", index=index, score=value) for index, value in enumerate(values)]
-    made = Scores(data=data, **beside(requests, model.find(body.model).name, generation, "score-"))
+    made = Scores(data=data, **beside(requests, named.name, generation, "score-"))
     return with_timings(made.json_bytes(), generation, body)
 
 
@@ -92,6 +93,7 @@ async def _scored(
     responder: Responder,
     config: AppConfig,
     body: ScoringBody,
+    named: Named,
     texts: Compared,
     reduction: Reduction = "mean",
 ) -> tuple[list[float], Sequence[EngineRequest], Generation]:
@@ -116,8 +118,7 @@ async def _scored(
         ),
         num_chars,
     )
-    adapter = model.find(body.model).adapter
-    requests = responder.requests(body, adapter, plan.prompts, [plan.params] * len(plan.prompts))
+    requests = responder.requests(body, named.adapter, plan.prompts, [plan.params] * len(plan.prompts))
     kept, generation = await shape_each(http, responder, body, requests, plan.shape)
     return await aside(lambda: plan.scores(kept)), requests, generation
 
@@ -181,15 +182,15 @@ async def create_ranking(
 ) -> Response:
     """Sort documents by how well they answer a query: by a classifier of one label, or by the vectors of an embedder."""
     model.reader.require_relevance()
-    name, texts = model.find(body.model).name, [each.text for each in body.documents]
+    named, texts = model.find(body.model), [each.text for each in body.documents]
     given = Compared([body.query], texts, ("query", "documents"), ("query", "document"))
-    values, requests, generation = await _scored(http, model, responder, config, body, given)
+    values, requests, generation = await _scored(http, model, responder, config, body, named, given)
     best = sorted(range(len(values)), key=lambda index: -values[index])[: body.top_n]
     results = [Ranked(index=index, relevance_score=values[index]) for index in best]
     if body.return_documents:
         for result in results:
             result.document = RankedDocument(text=texts[result.index])
-    made = Ranking(id=f"rerank-{answer_id(requests)}", model=name, results=results, usage=generation.usage)
+    made = Ranking(id=f"rerank-{answer_id(requests)}", model=named.name, results=results, usage=generation.usage)
     return with_timings(made.json_bytes(), generation, body)
 
 

@@ -71,7 +71,6 @@ async def tokenize(
     model: InModel,
 ) -> Response:
     """Return the token ids of a text or of a rendered conversation."""
-    model.find(body.model)
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
     if body.prompt is None:
         ids = await model.conversation_ids(http, body, add_special_tokens=special)
@@ -102,7 +101,6 @@ async def detokenize(
     model: InModel,
 ) -> Response:
     """Return the text of token ids, with special tokens spelled out."""
-    model.find(body.model)
 
     def document() -> bytes:
         model.limits.check_ids(body.tokens, "tokens")

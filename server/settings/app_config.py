@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -262,3 +263,7 @@ class AppConfig:
     enable_log_requests: bool = _logging(
         True, "", "write a line for each answered POST and each refused request, without texts"
     )
+
+    def is_alias(self, name: str) -> bool:
+        """Return whether a pattern stands for a name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.model_aliases)

@@ -15,6 +15,9 @@ from fake_adapters import AdaptableParrot, read_adapter
 from harness import APP, CONFIG, Live, eventually
 
 from engine.adapters import Adapters
+from engine.handle import UnloadAdapter
+from server.answers.models import Entry, Models
+from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
 
@@ -114,6 +117,40 @@ def test_what_is_read_is_read_with_the_adapter(
     parrot.runner._fail = lambda piece: asked.append(piece.params.adapter)  # type: ignore[func-returns-value]
     assert client.post(path, json=body | {"model": "next"}).json()["model"] == "next"
     assert {getattr(adapter, "name", None) for adapter in asked} == {"next"}
+
+
+LEAVING = [*((path, body) for path, body, _ in ENDPOINTS), ("/v1/score", {"text_1": "h", "text_2": "al"})]
+LEAVING += [("/v1/embeddings", {"input": "hal"})]
+
+
+@pytest.mark.parametrize(("path", "body"), LEAVING, ids=[path for path, _ in LEAVING])
+def test_the_model_does_not_answer_for_an_adapter_that_leaves_while_its_request_is_read(
+    parrot: Live, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    find = Models.find
+
+    def find_and_unload(models: Models, name: str | None) -> Entry:
+        entry = find(models, name)
+        if name in parrot.engine.adapters:
+            parrot.engine.control(UnloadAdapter(str(name))).result(PATIENCE_S)
+        return entry
+
+    monkeypatch.setattr(Models, "find", find_and_unload)
+    answer = client.post(path, json=body | {"model": "next"})
+    assert answer.status_code == 404, answer.text
+    assert "No adapter 'next' is loaded." in answer.text
+    assert client.post(path, json=body | {"model": "bird"}).status_code == 200
+
+
+def test_a_score_has_the_name_of_an_adapter_that_leaves_meanwhile(parrot: Live, client: httpx.Client) -> None:
+    parrot.gate.close()
+    with ThreadPoolExecutor(1) as pool:
+        body = {"text_1": "h", "text_2": "al", "model": "next"}
+        answer = pool.submit(client.post, "/v1/score", json=body)
+        eventually(lambda: parrot.context.client.num_open == 1)
+        assert unload(client, "next").status_code == 200
+        parrot.gate.open()
+        assert answer.result().json()["model"] == "next"
 
 
 def test_token_counts_and_tokens_know_the_name(client: httpx.Client) -> None:
