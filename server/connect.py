@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from difflib import unified_diff
 from pathlib import Path
 from string import Template
@@ -299,6 +300,9 @@ def write(path: Path, old: str, new: str) -> str:
                     file.write(text)
         temporary.replace(path)
     except OSError as error:
+        with suppress(OSError):  # a full disk has room for parts of them, and the file is as it was
+            temporary.unlink(missing_ok=True)
+            backup.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {reason(error)}.") from None
     return f"Written: {path}{f'; before: {backup.name}' if old else ''}"
 

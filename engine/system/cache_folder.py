@@ -24,12 +24,13 @@ def keep(path: Path, text: str) -> None:
     written = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            written.unlink()  # of a process that ended in the middle
-        descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        written.replace(path)
+        try:
+            descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            written.replace(path)
+        finally:
+            written.unlink(missing_ok=True)  # a part, as a disk has room for, or of a process that ended in the middle
 
 
 def kept(path: Path, max_bytes: int = MAX_BYTES) -> bytes:

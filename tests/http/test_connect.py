@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import stat
@@ -201,6 +202,20 @@ def test_nothing_is_written_without_a_yes(
     monkeypatch.setattr("builtins.input", lambda _: "y")
     assert connect.main(["claude", "--url", live.url]) == 0
     assert (tmp_path / ".claude/settings.json").exists()
+
+
+def test_a_file_that_cannot_be_written_is_as_it_was_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text("old")
+
+    def fail(_: Path, __: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        connect.write(path, "old", "new")
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "old"
 
 
 def test_a_link_stays_a_link(live: Live, tmp_path: Path) -> None:

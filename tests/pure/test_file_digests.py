@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -18,6 +21,17 @@ from engine.files.file_digests import FileDigests
 from tests.patience import eventually
 
 PIECE = 100
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """Let files grow to ten bytes only; more fails in the middle, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +147,15 @@ def test_the_cache_is_bounded_and_private(tmp_path: Path, cache: Path, monkeypat
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]
     no_reading(monkeypatch)
     FileDigests(paths[4:]).get()
+
+
+def test_a_full_disk_keeps_no_part_of_a_cache(tmp_path: Path, cache: Path) -> None:
+    path = written(tmp_path / "a", b"x" * 9)
+    with no_room():
+        right = digest(path)
+    assert list(cache.parent.iterdir()) == []
+    assert digest(path) == right
+    assert list(cache.parent.iterdir()) == [cache]
 
 
 def test_a_cache_that_cannot_be_written_costs_a_reading(tmp_path: Path, cache: Path) -> None:
