@@ -15,6 +15,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from engine.core.types import Request, SamplingParams
+from engine.system.regular_file import check_regular
 from loadtest.errors import LoadtestError
 
 
@@ -60,6 +61,7 @@ _FRACTION = re.compile(r"(\.\d{6})\d+")  # Azure writes seven digits, datetime r
 def read_trace(path: Path) -> Trace:
     """Return the requests of a CSV file, the first at time 0. Raises LoadtestError."""
     try:
+        check_regular(path)
         with path.open(encoding="utf-8-sig", newline="") as lines:
             return _read(path, csv.reader(lines))
     except OSError as error:

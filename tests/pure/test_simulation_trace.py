@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,9 @@ def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, sente
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(LoadtestError, match="cannot be read: No such file"):
         read_trace(tmp_path / "none.csv")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(LoadtestError, match="cannot be read: it is a FIFO"):
+        read_trace(tmp_path / "pipe")
     (tmp_path / "trace.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(LoadtestError, match="not a CSV file of UTF-8"):
         read_trace(tmp_path / "trace.csv")
