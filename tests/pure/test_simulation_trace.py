@@ -68,6 +68,7 @@ def test_burstgpts_columns(tmp_path: Path) -> None:
             "line 3 of {path}: prompt_tokens is '0'; it must be a whole number",
         ),
         ("arrival_s,prompt,output\n0,1.5,1\n", "line 2 of {path}: prompt_tokens is '1.5'"),
+        ("arrival_s,prompt,output\n0,1e30,1\n", "it must be a whole number from 1 to 16777215"),
         ("arrival_s,prompt,output\n0,1\n", "line 2 of {path}: output_tokens is ''"),
         ("arrival_s,prompt,output\nyesterday,1,1\n", "line 2 of {path}: the arrival is 'yesterday'"),
         ("arrival_s,prompt,output\nnan,1,1\n", "line 2 of {path}: the arrival is 'nan'"),
