@@ -53,16 +53,16 @@ class Target(NamedTuple):
     @classmethod
     def parse(cls, base_url: str, api_key: str = "") -> Target:
         """Read http(s)://host[:port][/v1]. Raises ClientError."""
-        url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
         try:
-            port = url.port
+            url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+            host, port = url.hostname, url.port
         except ValueError:
-            port = -1
-        if url.scheme not in ("http", "https") or not url.hostname or port == -1:
+            host = None
+        if not host or url.scheme not in ("http", "https"):
             raise ClientError(f"--base-url is {base_url!r}; write it as http://host:port.")
         tls = url.scheme == "https"
         prefix = url.path.rstrip("/").removesuffix("/v1")
-        return cls(url.hostname, port or (443 if tls else 80), url.netloc.rpartition("@")[2], tls, prefix, api_key)
+        return cls(host, port or (443 if tls else 80), url.netloc.rpartition("@")[2], tls, prefix, api_key)
 
     @classmethod
     def local(cls, port: int) -> Target:

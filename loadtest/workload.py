@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.system.regular_file import check_regular
 from loadtest.errors import LoadtestError
 
 COMMON = """
@@ -77,6 +78,8 @@ def dataset(path: Path, num: int, *, output: Length, seed: int) -> list[Job]:
         rows = list(_rows(path))
     except OSError as error:
         raise LoadtestError(f"the dataset {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise LoadtestError(f"the dataset {path} is not UTF-8 text: {error}.") from None
     if not rows:
         raise LoadtestError(f"the dataset {path} is empty.")
     rng.shuffle(rows)
@@ -85,6 +88,7 @@ def dataset(path: Path, num: int, *, output: Length, seed: int) -> list[Job]:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    check_regular(path)
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -92,7 +96,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line)
                 valid = isinstance(row["prompt"], str)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 valid = False
             if not valid:
                 raise LoadtestError(f'line {number} of {path} is not a JSON object with a "prompt" string.')

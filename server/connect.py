@@ -173,8 +173,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _connect(options: argparse.Namespace, program: Values) -> int:
     daemon = find_daemon(options.url, options.model)
-    paths = [(path_of(program, file, options.file), file) for file in program["files"]]
-    changes = [change for each in paths if (change := changed(*_edit(*each, daemon)))]
+    changes = []
+    for file in program["files"]:
+        path, values = path_of(program, file, options.file), daemon.fill(file["values"])
+        if change := changed(path, FORMATS[file["format"]], values, file.get("defaults", {})):
+            changes.append(change)
     for where, old, new in changes:
         lines = unified_diff(old.splitlines(), new.splitlines(), str(where), str(where), lineterm="")
         _say("\n".join(lines))
@@ -197,12 +200,6 @@ def path_of(program: Values, file: Values, named: Path | None = None) -> Path:
     variable, usual = program["folder"]
     folder = expanded(os.environ.get(variable) or usual) if named is None else named.parent
     return named if named is not None and file is program["files"][0] else folder / file["path"]
-
-
-def _edit(path: Path, file: Values, daemon: Daemon) -> tuple[Path, Format, Values]:
-    """Return a file, its format, and the values to put into it."""
-    first = {} if path.exists() else file.get("defaults", {})
-    return path, FORMATS[file["format"]], {**first, **daemon.fill(file["values"])}
 
 
 def find_daemon(url: str, model: str | None) -> Daemon:
@@ -243,17 +240,19 @@ def merged(old: Any, new: Any) -> Any:
     return new
 
 
-def changed(path: Path, form: Format, values: Values) -> tuple[Path, str, str] | None:
-    """Return a file, its text and its new text; None if it has the values. Raises ConfigError."""
-    path = path.resolve()  # a link stays one
+def changed(path: Path, form: Format, values: Values, first: Values) -> tuple[Path, str, str] | None:
+    """Return a file, its text and its new text, with `first` if it had none; None if it has the values. Raises ConfigError."""
+    old = ""
     try:
-        old = read_text(path) if path.exists() else ""
+        with suppress(FileNotFoundError):
+            old = read_text(path)
         before = form.parse(old)
         if not isinstance(before, Mapping):
             raise ValueError("it holds no keys")
     except (OSError, ValueError) as error:
         why = reason(error) if isinstance(error, OSError) else error
         raise ConfigError(f"{path} cannot be read, so it is left alone ({why}); correct it, or set --file.") from None
+    values = values if old else {**first, **values}
     goal = merged(before, values)
     if goal == before:
         return None
@@ -262,7 +261,7 @@ def changed(path: Path, form: Format, values: Values) -> tuple[Path, str, str] |
         raise ConfigError(
             f"{path} cannot be changed without harm, so it is left alone; set in it: {json.dumps(values)}"
         )
-    return path, old, new
+    return path.resolve(), old, new  # a link stays one
 
 
 def _holds(form: Format, text: str, goal: Values) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.step import StepPlan
+from engine.system.regular_file import read_json
 from loadtest.errors import LoadtestError
 
 DEFAULT_COSTS = Path(__file__).with_name("smollm2-135m-two-cores.json")
@@ -93,7 +94,7 @@ class StepCosts:
     def load(cls, path: Path) -> StepCosts:
         """Read a file of costs. Raises LoadtestError."""
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = read_json(path)
             rows, samples = (_table(document.pop(name)) for name in ("rows", "samples"))
             return cls(
                 rows=rows,

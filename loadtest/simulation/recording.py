@@ -34,6 +34,7 @@ from engine.core.types import (
     TokenLogprob,
 )
 from engine.recording.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, describe, shown_prompt
+from engine.system.regular_file import check_regular
 from loadtest.errors import LoadtestError
 from loadtest.fake_runner import FakeRunner
 from loadtest.simulation.replica import Gaps
@@ -59,6 +60,7 @@ class Replayed:
 def is_recording(path: Path) -> bool:
     """Return whether a file begins like a recording."""
     try:
+        check_regular(path)
         with path.open("rb") as file:
             return file.read(64).startswith(b'{"quire_recording"')
     except OSError:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from engine.core.types import Request, SamplingParams
+from engine.system.regular_file import check_regular
 from loadtest.errors import LoadtestError
 
 
@@ -54,12 +55,14 @@ _COLUMNS = {
     "deadline_s": ("deadline_s",),
 }
 _REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
+_IDS = 1 << 24  # of a prompt's own tokens; one has fewer tokens
 _FRACTION = re.compile(r"(\.\d{6})\d+")  # Azure writes seven digits, datetime reads six
 
 
 def read_trace(path: Path) -> Trace:
     """Return the requests of a CSV file, the first at time 0. Raises LoadtestError."""
     try:
+        check_regular(path)
         with path.open(encoding="utf-8-sig", newline="") as lines:
             return _read(path, csv.reader(lines))
     except OSError as error:
@@ -115,22 +118,21 @@ def _request(values: dict[str, str], where: str) -> TraceRequest:
     if prefix > prompt:
         raise LoadtestError(f"{where}: prefix_tokens is {prefix}, more than the {prompt} tokens of the prompt.")
     group, tenant = values.get("prefix_group", ""), values.get("tenant", "")
-    arrival_s, priority = _seconds(values["arrival_s"], where), _number(values, "priority", -math.inf, where)
+    arrival_s, priority = _seconds(values["arrival_s"], where), _number(values, "priority", -_IDS, where)
     weight, deadline_s = (_not_negative(values, name, where) for name in ("weight", "deadline_s"))
     return TraceRequest(
         arrival_s, prompt, output, max_tokens, group, prefix, tenant, priority, weight=weight, deadline_s=deadline_s
     )
 
 
-def _number(values: dict[str, str], name: str, least: float, where: str) -> int:
+def _number(values: dict[str, str], name: str, least: int, where: str) -> int:
     """Return a whole number; 0 for an empty cell of an optional column."""
     text = values.get(name, "")
     if not text and name not in _REQUIRED:
         return 0
     number = _float(text)  # pandas writes whole numbers as 12.0 where a column has gaps
-    if not number.is_integer() or number < least:
-        bound = f" from {least}" if math.isfinite(least) else ""
-        raise LoadtestError(f"{where}: {name} is {text!r}; it must be a whole number{bound}.")
+    if not number.is_integer() or not least <= number < _IDS:
+        raise LoadtestError(f"{where}: {name} is {text!r}; it must be a whole number from {least} to {_IDS - 1}.")
     return int(number)
 
 
@@ -222,7 +224,7 @@ def to_request(row: TraceRequest, index: int) -> Request:
 
     A simulated runner draws each token as its position (replica.py), so the last position is made an ending id.
     """
-    own, shared = (index + 1) << 24, -(crc32(row.prefix_group.encode()) + 1) << 24
+    own, shared = (index + 1) * _IDS, -(crc32(row.prefix_group.encode()) + 1) * _IDS
     prefix = range(shared, shared + row.prefix_tokens)
     params = SamplingParams(
         max_tokens=max(row.max_tokens, row.output_tokens),

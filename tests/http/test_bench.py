@@ -229,7 +229,7 @@ async def test_the_first_model_is_asked_for(serve: Serve) -> None:
         await first_model(client)
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port"])
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://[::1"])
 def test_a_bad_url_is_one_sentence(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--base-url", url]) == 2
     assert "--base-url" in capsys.readouterr().err

@@ -189,7 +189,7 @@ def test_a_file_that_would_come_to_harm_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('model = """\nother"""\n')
     with pytest.raises(ConfigError, match="without harm"):
-        connect.changed(path, TOML, {"model": "quire"})
+        connect.changed(path, TOML, {"model": "quire"}, {})
 
 
 def test_nothing_is_written_without_a_yes(
@@ -225,6 +225,18 @@ def test_a_link_stays_a_link(live: Live, tmp_path: Path) -> None:
     run(live, "aider")
     assert (tmp_path / ".aider.conf.yml").is_symlink()
     assert yaml.safe_load((tmp_path / "dotfiles/aider.yml").read_text())["model"] == "openai/parrot"
+
+
+def test_a_path_that_cannot_be_looked_up_is_left_alone(
+    live: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ".aider.conf.yml"
+    path.symlink_to(path)
+    assert run(live, "aider") == 2
+    assert f"{path} cannot be read, so it is left alone (Too many levels" in capsys.readouterr().err
+    assert path.is_symlink()
+    assert run(live, "aider", "--file", "x" * 300) == 2
+    assert "cannot be read, so it is left alone (File name too long)" in capsys.readouterr().err
 
 
 def test_a_key_is_named_and_never_written(

@@ -195,6 +195,8 @@ def test_fleet_finds_rates_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     ("arguments", "sentence"),
     [
         (["replay", "/no/trace.csv"], "the trace /no/trace.csv cannot be read"),
+        (["replay", "/dev/zero"], "the trace /dev/zero cannot be read: it is a device, not a regular file"),
+        (["replay", "steady", "--costs", "/dev/zero"], "the costs /dev/zero cannot be read: it is a device"),
         (["replay", "steady", "--costs", "/no/costs.json"], "the costs /no/costs.json cannot be read"),
         (["replay", "steady", "--set", "block_size=0"], "block_size is 0"),
         (["replay", "steady", "bursty-chat", "--save-trace", "x.csv"], "--save-trace writes one workload"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_burstgpts_columns(tmp_path: Path) -> None:
             "line 3 of {path}: prompt_tokens is '0'; it must be a whole number",
         ),
         ("arrival_s,prompt,output\n0,1.5,1\n", "line 2 of {path}: prompt_tokens is '1.5'"),
+        ("arrival_s,prompt,output\n0,1e30,1\n", "it must be a whole number from 1 to 16777215"),
         ("arrival_s,prompt,output\n0,1\n", "line 2 of {path}: output_tokens is ''"),
         ("arrival_s,prompt,output\nyesterday,1,1\n", "line 2 of {path}: the arrival is 'yesterday'"),
         ("arrival_s,prompt,output\nnan,1,1\n", "line 2 of {path}: the arrival is 'nan'"),
@@ -87,6 +89,9 @@ def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, sente
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(LoadtestError, match="cannot be read: No such file"):
         read_trace(tmp_path / "none.csv")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(LoadtestError, match="cannot be read: it is a FIFO"):
+        read_trace(tmp_path / "pipe")
     (tmp_path / "trace.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(LoadtestError, match="not a CSV file of UTF-8"):
         read_trace(tmp_path / "trace.csv")

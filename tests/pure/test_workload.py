@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from itertools import pairwise
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_a_dataset_gives_its_prompts_and_their_lengths(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"text": "b"}\n', "line 2"),
         ('{"prompt": 3}\n', "line 1"),
         ("[]\n", "line 1"),
+        ('{"prompt": ' + "[" * 100_000, "line 1"),
     ],
 )
 def test_a_dataset_that_cannot_be_used_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
@@ -81,6 +83,9 @@ def test_a_dataset_that_cannot_be_used_is_refused(tmp_path: Path, content: str, 
         dataset(path, 1, output=Length(1, 1), seed=0)
 
 
-def test_a_missing_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LoadtestError, match="cannot be read"):
-        dataset(tmp_path / "none.jsonl", 1, output=Length(1, 1), seed=0)
+def test_a_file_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    for name, sentence in (("none", "No such file"), ("pipe", "it is a FIFO"), ("bytes", "is not UTF-8 text")):
+        with pytest.raises(LoadtestError, match=sentence):
+            dataset(tmp_path / name, 1, output=Length(1, 1), seed=0)
