@@ -28,13 +28,14 @@ from loadtest.fake_runner import CostModel, FakeRunner
 from tests.patience import POLL_S
 
 VOCAB_SIZE = 49152
+NOWHERE = f"{__file__}/none"  # a path that no machine has
 
 
 class MortalRunner(FakeRunner):
     """Fails as a whole after some steps, and hangs for as long as it is held."""
 
     steps_left = int(os.environ.get("FAKE_STEPS", "1000000"))
-    hold = Path(os.environ.get("FAKE_HOLD", "/nonexistent"))
+    hold = Path(os.environ.get("FAKE_HOLD", NOWHERE))
 
     def run(self, plan: StepPlan) -> PendingStep:
         while self._is_held():
@@ -48,7 +49,7 @@ class MortalRunner(FakeRunner):
     def _is_held(self) -> bool:
         try:
             return self.num_steps >= int(self.hold.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
 
@@ -57,7 +58,7 @@ def build_engine(
 ) -> Engine:
     if config.kv_cache_memory_bytes == 1:
         raise MemoryBudgetError("--kv-cache-memory-bytes is 1, too little for one block.")
-    while Path(os.environ.get("FAKE_LOAD", "/nonexistent")).exists():
+    while Path(os.environ.get("FAKE_LOAD", NOWHERE)).exists():
         report(Progress("weights", "fake", 0, 100, "tensors"))
         time.sleep(POLL_S)
     for done in (0, 50, 100):
@@ -73,7 +74,7 @@ def build_engine(
 
 def wait_at_the_end() -> None:
     """Python's end takes a while, after the exit status is known."""
-    while (hold := Path(os.environ.get("FAKE_EXIT", "/nonexistent"))).exists():
+    while (hold := Path(os.environ.get("FAKE_EXIT", NOWHERE))).exists():
         hold.with_suffix(".ending").touch()
         time.sleep(POLL_S)
 
