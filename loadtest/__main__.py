@@ -12,6 +12,7 @@ from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
 from loadtest.simulation import calibrate, command
 from loadtest.tuning import command as tuning
+from server.cli import tell_output_failed
 
 Commands = dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]]
 
@@ -65,6 +66,8 @@ def run_command(commands: Commands, program: str, words: Sequence[str]) -> int:
         refuse_unwritable(options)
         status: int = options.run(options)
     except (QuireError, LoadtestError, OSError) as error:
+        if isinstance(error, OSError) and tell_output_failed(error):
+            return 1
         print(f"quire: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from engine.core.errors import ConfigError
 from engine.core.types import Progress, ReportProgress
 from engine.files.gguf_kinds import Kind
 from engine.runtime.execution.device import load_kernels
+from engine.runtime.native.build import why_no_kernels
 from engine.runtime.native.library import WeightFormat, native
 from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, format_for
 from engine.runtime.native.rows import StoredRows
@@ -86,9 +87,7 @@ def _dtype(kind: Kind) -> torch.dtype:
 def _measure(kind: str) -> tuple[float, ...]:
     library = native()
     if library is None:
-        raise ConfigError(
-            "This machine has no native kernels, which are measured; install a C compiler (see quire doctor)."
-        )
+        raise ConfigError(f"Native kernels are measured, and {why_no_kernels()}.")
     library.use_threads(min(library.num_threads, usable_cpus()))
     torch.set_num_threads(1)  # which would spin beside the library's
     chosen, number = _format(kind)

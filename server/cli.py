@@ -49,14 +49,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(argv)
         sys.stdout.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+        if not tell_output_failed(error):
             raise
-        # What is left is written as the interpreter ends, and would fail there, too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.ENOSPC:  # a reader of a pipe that has enough is no fault
-            sys.stderr.write(f"quire: The output cannot be written: {error.strerror}.\n")
         return 1
     return status
+
+
+def tell_output_failed(error: OSError) -> bool:
+    """Return whether it is the output that failed, and then write no more of it."""
+    if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+        return False
+    # What is left is written as the interpreter ends, and would fail there, too.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.ENOSPC:  # a reader of a pipe that has enough is no fault
+        sys.stderr.write(f"quire: The output cannot be written: {error.strerror}.\n")
+    return True
 
 
 def _run(argv: Sequence[str] | None) -> int:

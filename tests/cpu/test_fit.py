@@ -17,6 +17,7 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
 from engine.files.gguf_kinds import Kind
 from engine.runtime.models import load
+from engine.runtime.native import build
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import format_for
 from engine.settings.engine_config import EngineConfig
@@ -141,6 +142,16 @@ def test_models_together_are_counted_as_they_are_held(settings: Any, num_bytes: 
     assert weight_bytes(default) == pytest.approx(fit.read(default).weight_bytes, rel=0.01)
     assert weight_bytes(replace(default, dtype="float32")) > 4 * weight_bytes(default)
     assert weight_bytes(EngineConfig(model="org/not-here")) == weight_bytes(replace(config, load_format="dummy")) == 0
+
+
+def test_where_there_are_no_kernels_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that is there may write to no folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(rates, "load_kernels", lambda *_: None)
+    monkeypatch.setattr(rates, "native", lambda: None)
+    monkeypatch.setattr(build, "find_compiler", lambda: "/usr/bin/cc")
+    with pytest.raises(ConfigError, match=r"are no native kernels: .* did not compile, as a warning in the log says"):
+        rates.product_rates({"BF16"}, lambda _: None)
 
 
 def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,19 +168,20 @@ def test_a_full_or_closed_output_is_no_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with Path("/dev/full").open("w") as full, os.fdopen(writing, "w") as closed:
-        for output, said in (
-            (full, "quire: The output cannot be written: No space left on device.\n"),
-            (closed, ""),
-        ):
-            done = subprocess.run(
-                [sys.executable, "-m", "server", "--version"],
-                stdout=output,
-                stderr=subprocess.PIPE,
-                text=True,
-                check=False,
-                cwd=ROOT,
-            )
-            assert (done.returncode, done.stderr) == (1, said)
+        for words in (["--version"], ["simulate", "replay", "steady", "--num", "1"]):
+            for output, said in (
+                (full, "quire: The output cannot be written: No space left on device.\n"),
+                (closed, ""),
+            ):
+                done = subprocess.run(
+                    [sys.executable, "-m", "server", *words],
+                    stdout=output,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    check=False,
+                    cwd=ROOT,
+                )
+                assert (done.returncode, "".join(done.stderr.partition("quire: ")[1:])) == (1, said)
 
 
 def test_help_about_no_setting_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
