@@ -15,6 +15,7 @@ from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp
+from engine.runtime.native.library import WeightFormat
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.settings.engine_config import EngineConfig
@@ -80,7 +81,10 @@ def parts_are_the_whole(path: Path, size: int = 2, **settings: Any) -> None:
         widths = [linear.args.k for linear in theirs]
         total = sum(linear(part.contiguous()) for linear, part in zip(theirs, y.split(widths, 1), strict=True))
         expected = matrix(y)
-        torch.testing.assert_close(total, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+        # On tiles bytes with one scale a row round inputs to 16 bits of a part's largest; a part of one group has one scale.
+        formats = {each.args.format for each in (matrix, *theirs)}
+        error = 1e-5 if WeightFormat.INT8 not in formats else 1e-2 if len(formats) > 1 else 1e-4
+        torch.testing.assert_close(total, expected, atol=error * float(expected.abs().max()), rtol=error)
     ids = torch.arange(whole.vocab_size)
     rows = torch.cat(
         [model.embed(ids)[model._shards.vocabulary.first :][: model._shards.vocabulary.num] for model in ranks]
