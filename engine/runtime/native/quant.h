@@ -57,6 +57,9 @@ INLINE void load_block(struct view x, int64_t begin, int64_t k, vf values[QBLOCK
     }
 }
 
+/* The integers nearest to products, from the mantissa. */
+INLINE vi nearest(vf x, vf factor) { return (vi)(x * factor + 12582912.f) - 0x4b400000; }
+
 /* The largest magnitude of a block, infinity or NaN if one of its values is, so that y will not be finite. */
 INLINE float peak_of(const vf values[QBLOCK / W]) {
     vf most = splat(0);
@@ -85,7 +88,7 @@ static void quant_pack_row(struct quant_format f, struct view x, int64_t k, stru
         vi sums[2] = {{0}}; /* of each half */
         int8_t bytes[QBLOCK];
         UNROLL for (int i = 0; i < QBLOCK / W; i++) {
-            vi rounded = (vi)(values[i] * inverse + 12582912.f) - 0x4b400000; /* the nearest integer, from the mantissa */
+            vi rounded = nearest(values[i], inverse);
             vb narrow = __builtin_convertvector(rounded, vb);
             memcpy(bytes + i * W, &narrow, sizeof narrow);
             sums[i * W / 16] += rounded;

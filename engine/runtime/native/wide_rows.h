@@ -32,19 +32,14 @@ INLINE struct wide_group wide_group_at(int64_t k, void *group, int64_t num) {
 
 static void wide_pack_row(struct view x, int64_t k, struct wide_group to, size_t r, size_t num) {
     enum { ZERO = 128 }; /* of codes */
-    vf values[QBLOCK / W], most = splat(0);
-    for (int64_t begin = 0; begin < k; begin += QBLOCK) {
-        load_block(x, begin, k, values);
-        UNROLL for (int i = 0; i < QBLOCK / W; i++) most = larger(magnitude_of(values[i]), most);
-    }
-    float peak = largest_of(most);
-    vf inverse = splat(peak > 0 ? WIDE_MOST / peak : 0);
+    float peak = peak_of_row(x, k);
+    vf values[QBLOCK / W], inverse = splat(peak > 0 ? WIDE_MOST / peak : 0);
     vi sums[WIDE_PARTS] = {{0}};
     for (int64_t begin = 0; begin < k; begin += QBLOCK) {
         char *tile = to.bytes + ((size_t)(begin / TILE_BYTES) * num + r) * WIDE_PARTS * TILE_BYTES + begin % TILE_BYTES;
         load_block(x, begin, k, values);
         UNROLL for (int i = 0; i < QBLOCK / W; i++) {
-            vi rounded = (vi)(values[i] * inverse + 12582912.f) - 0x4b400000; /* as in quant_pack_row */
+            vi rounded = nearest(values[i], inverse);
             vi high = (rounded + 128) >> 8, low = rounded - (high << 8);
             vb narrow[] = {__builtin_convertvector(high, vb), __builtin_convertvector(low, vb)};
             UNROLL for (int p = 0; p < WIDE_PARTS; p++) memcpy(tile + p * TILE_BYTES + i * W, &narrow[p], sizeof narrow[p]);
