@@ -24,7 +24,7 @@ from engine.runtime.attention.torch_paged import TorchPagedAttention
 from engine.runtime.execution.device_memory import CudaMemory, full_steps, other_steps
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.load import load_model
-from engine.runtime.native.build import tiles_win
+from engine.runtime.native.build import tiles_fit
 from engine.runtime.native.library import Library, native
 from engine.runtime.pool.pool_size import PoolSize, fit_pool
 from engine.settings.engine_config import EngineConfig, LoraModule
@@ -99,7 +99,7 @@ def test_what_was_left_open_is_decided(folder: str) -> None:
     report: list[Progress] = []
     engine = build(folder, report)
     config = engine.config
-    tokens = 1024 if tiles_win() else 512
+    tokens = 1024 if tiles_fit() else 512
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (128, tokens, 512)
     assert config.num_blocks == 128 * 512 // 16  # no more than all sequences could ever need
     assert engine.facts.vocab_size == 96

@@ -39,19 +39,20 @@ KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q5_1, Kind.Q4_K, Kind.Q6_K, Kind.
 FORMATS = ["float32", "bfloat16", "int8", *(kind.name for kind in KINDS)]
 ERRORS = {"float32": 5e-6, "bfloat16": 4e-3}  # of quantised formats: QUANTISED, where a byte may round the other way
 QUANTISED = 3e-3
+BFLOAT16 = 2.1e-3  # of weights
 
 
 class Weight(NamedTuple):
-    """A packed matrix, its values, and whether its inputs are rounded to bytes."""
+    """A packed matrix, its values, and how its inputs are rounded."""
 
     packed: NativeLinear
     values: Tensor
     bias: Tensor | None
-    is_quantised: bool
+    rounded: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product in float64."""
-        return F.linear(to_bytes(x) if self.is_quantised else x.double(), self.values.double(), self.bias)
+        return F.linear(self.rounded(x).double(), self.values.double(), self.bias)
 
 
 def to_bytes(x: Tensor) -> Tensor:
@@ -67,17 +68,23 @@ def make(library: Library, shape: tuple[int, int], name: str, *, activation: int
     bias = torch.randn(shape[0]).to(dtype) if has_bias else None
     wide = None if bias is None else bias.double()
     if name in ("float32", "bfloat16"):
-        return Weight(packed(library, values, bias, activation), values, wide, is_quantised=False)
+        return Weight(packed(library, values, bias, activation), values, wide, Tensor.double)
     if name == "int8":
         scale = values.float().abs().amax(1, keepdim=True) / 127
         rounded = int8(library, values, bias, activation)
-        has_wide_rows = library.isa is Isa.AMX  # of 16 bits, which errors below do not see
-        return Weight(rounded, (values / scale).round() * scale, wide, is_quantised=not has_wide_rows)
+        inputs = (
+            Tensor.double if library.isa is Isa.AMX else to_bytes
+        )  # of 16 bits there, which errors below do not see
+        return Weight(rounded, (values / scale).round() * scale, wide, inputs)
     kind = Kind[name]
     rows = random_rows(shape[0], shape[1], kind, scale=2**-9)
     rows = rows[torch.randperm(shape[0]).numpy()]  # each matrix of the test is another one
     stored = quantised(library, [StoredRows(int(kind), rows)], shape[1], dtype, bias, activation)
-    return Weight(stored, floats_of(rows, kind).double(), wide, is_quantised=True)
+    if library.isa is not Isa.AMX:
+        return Weight(stored, floats_of(rows, kind), wide, to_bytes)
+    unpacked = quantised(library, [StoredRows(int(kind), rows)], shape[1], dtype)(torch.eye(shape[1], dtype=dtype)).T
+    assert ((unpacked - floats_of(rows, kind)).norm() / unpacked.norm()) < BFLOAT16
+    return Weight(stored, unpacked, wide, Tensor.bfloat16)
 
 
 def clamped(gate: Tensor, up: Tensor) -> Tensor:

@@ -118,22 +118,23 @@ def test_a_processor_gets_its_best(tools: Sequence[str], processor: str, best: I
 
 
 @pytest.mark.parametrize("dtype", list(FLOATS))
-def test_integer_formats_have_the_same_bits(
-    machine: Machine, recording: Recording, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_integer_formats_have_the_same_bits(machine: Machine, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As without AMX, whose inputs have 16 bits."""
     torch.manual_seed(0)
-    library = recording.library
-    linears = [quantised(library, [StoredRows(int(kind), random_rows(70, 512, kind))], 512, dtype) for kind in KINDS]
-    if library.isa is not Isa.AMX:  # whose rows of inputs have 16 bits
-        linears.append(int8(library, torch.randn(70, 512).to(dtype)))
+    best = [isa for isa in build.machine_isas() if isa is not Isa.AMX][-1:]
+    if best in ([], [Isa.PORTABLE]) or (ours := library._load(best[0])) is None:
+        pytest.skip("no native library here, or one whose products round twice")
+    linears = [quantised(ours, [StoredRows(int(kind), random_rows(70, 512, kind))], 512, dtype) for kind in KINDS]
+    linears.append(int8(ours, torch.randn(70, 512).to(dtype)))
+    recording = Recording(ours)
     with recording():
         for linear in linears:
             for num_rows in (1, 2, 3, 4, 11):
                 linear(torch.randn(num_rows, 512).to(dtype), torch.float32)
     for command, isa in machine:
         found = recording.replay(command, tmp_path / "image")
-        for ours, theirs in zip(recording.results, found, strict=True):
-            assert torch.equal(ours, theirs), isa
+        for expected, theirs in zip(recording.results, found, strict=True):
+            assert torch.equal(expected, theirs), isa
 
 
 @pytest.mark.parametrize("dtype", list(FLOATS))

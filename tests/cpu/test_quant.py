@@ -99,8 +99,8 @@ def test_instruction_sets_agree_to_the_bit(library: Library, kind: Kind | None) 
     """Each rounds once where it multiplies and adds. test_other_machines.py has those that this machine lacks."""
     if library.isa is Isa.PORTABLE:
         pytest.skip("on x86 this rounds products, too")
-    if kind is None and library.isa is Isa.AMX:
-        pytest.skip("rows of inputs have 16 bits there: test_tiles.py")
+    if library.isa is Isa.AMX:
+        pytest.skip("its inputs have 16 bits: test_tiles.py")
     torch.manual_seed(4)
     x, weight, bias = torch.randn(29, 768), torch.randn(75, 768), torch.randn(75)
     parts = [] if kind is None else [StoredRows(int(kind), random_rows(75, 768, kind, scale=0.0123))]
@@ -157,8 +157,8 @@ def test_what_quantising_costs(library: Library) -> None:
         linear = quantised(library, [StoredRows(int(kind), rows)], 768, torch.float32, None)
         costs[kind.name] = (linear(x), dequantised(rows, kind))
     for name, (y, reference) in costs.items():
-        expected = x.double() @ reference.T
-        assert (y - expected).norm() < 0.012 * expected.norm(), name
+        expected, is_paired = x.double() @ reference.T, library.isa is Isa.AMX and name != "int8"
+        assert (y - expected).norm() < (0.003 if is_paired else 0.012) * expected.norm(), name
 
 
 def test_parts_of_several_types_make_one_matrix(library: Library) -> None:
@@ -172,6 +172,9 @@ def test_parts_of_several_types_make_one_matrix(library: Library) -> None:
         rows = [StoredRows(int(kinds[i]), parts[i]) for i in used]
         linear = quantised(library, rows, 256, torch.float32, None)
         expected = x.double() @ torch.cat([dequantised(parts[i], kinds[i]) for i in used]).T
+        if library.isa is Isa.AMX:  # to which weights are rounded
+            assert (linear(x) - expected).norm() < 4e-3 * expected.norm()
+            continue
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-6, atol=2e-6 * expected.abs().max().item())
 
 

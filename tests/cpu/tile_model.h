@@ -68,21 +68,14 @@ static void tile_dot_bf16(int c, int a, int b) {
     _mm_setcsr(before);
 }
 
-/* c += a . b, of signed bytes of a, and of b signed or unsigned ones. */
-static void tile_dot_bytes(int c, int a, int b, int is_signed) {
+/* c += a . b, of signed bytes of a and unsigned ones of b. */
+static void tile_dot_codes(int c, int a, int b) {
     tile_check(c, a, b);
     for (int r = 0; r < tile_now.rows[c]; r++)
         for (int i = 0; i < tile_now.bytes[c] / 4; i++) {
             int32_t sum;
             memcpy(&sum, tile_data[c][r] + 4 * i, 4);
-            for (int k = 0; k < tile_now.bytes[a]; k++) {
-                uint8_t factor = tile_data[b][k / 4][4 * i + k % 4];
-                sum += (int8_t)tile_data[a][r][k] * (is_signed ? (int8_t)factor : factor);
-            }
+            for (int k = 0; k < tile_now.bytes[a]; k++) sum += (int8_t)tile_data[a][r][k] * tile_data[b][k / 4][4 * i + k % 4];
             memcpy(tile_data[c][r] + 4 * i, &sum, 4);
         }
 }
-
-static void tile_dot_int8(int c, int a, int b) { tile_dot_bytes(c, a, b, 1); }
-
-static void tile_dot_codes(int c, int a, int b) { tile_dot_bytes(c, a, b, 0); }

@@ -51,7 +51,6 @@ static void on_trap(int signal, siginfo_t *info, void *context) {
     case 0x4b10 | PREFIX_66: tile_load_once(to, (const void *)at, stride); break;
     case 0x4b10 | PREFIX_F3: tile_store(to, (void *)at, stride); break;
     case 0x5c00 | PREFIX_F3: tile_dot_bf16(to, a, b); break;
-    case 0x5e00 | PREFIX_F2: tile_dot_int8(to, a, b); break;
     case 0x5e00 | PREFIX_F3: tile_dot_codes(to, a, b); break;
     default: sigaction(signal, &others, NULL); return; /* which has it, as it traps again */
     }

@@ -46,7 +46,6 @@ class Isa(IntEnum):
     NEON_BF16 = 8
 
 
-NEVER = 1 << 40  # rows from which tiles win that never do
 CHOOSER = "isa"  # the name of a library beside those of instruction sets, which says what the machine has
 _HERE = Path(__file__).parent
 _MACHINE = platform.machine()
@@ -154,26 +153,26 @@ def machine_isas() -> tuple[Isa, ...]:
 
 
 def best_isa() -> Isa | None:
-    """Return what `--cpu-kernels auto` stands for: AMX only where a start has found that its tiles win (tiles.py)."""
-    return next((isa for isa in reversed(machine_isas()) if isa is not Isa.AMX or tiles_win()), None)
+    """Return what `--cpu-kernels auto` stands for: AMX only where a start has found its sums as expected (tiles.py)."""
+    return next((isa for isa in reversed(machine_isas()) if isa is not Isa.AMX or tiles_fit()), None)
 
 
 @cache
-def tile_facts() -> dict[str, list[int]]:
-    """Return the rows from which tiles win, by the name of a processor and by WeightFormat (tiles.py)."""
+def tile_facts() -> dict[str, bool]:
+    """Return whether tiles have the sums expected, by the name of a processor."""
     try:
         return dict(read_json(tile_file()))
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def tiles_win() -> bool:
-    """Return whether a start has found that tiles have the sums expected, and win with some format."""
-    return min(tile_facts().get(processor_name(), ()), default=NEVER) < NEVER
+def tiles_fit() -> bool:
+    """Return whether a start has found that tiles have the sums expected."""
+    return tile_facts().get(processor_name(), False)
 
 
 def tiles_are_open() -> bool:
-    """Return whether the machine has tiles, and no start has found what they are worth."""
+    """Return whether the machine has tiles, and no start has looked at their sums."""
     return Isa.AMX in machine_isas() and processor_name() not in tile_facts()
 
 

@@ -25,11 +25,9 @@ INLINE enum kind kind_of_weight(const struct gemm_args *a) {
     return kind_of(a->w.format == WEIGHT_F32 ? DT_F32 : DT_BF16);
 }
 
-/* Whether a product takes tiles, for any number of rows if its sums need no scaling on the way. */
-INLINE int goes_whole(const struct gemm_args *a) {
-    return is_quantised(a->w.format) ? is_wide(&a->w) : kind_of_weight(a) == KIND_TILES;
-}
-INLINE int goes_by_tiles(const struct gemm_args *a) { return HAS_TILES && (goes_whole(a) || is_tiled(a)); }
+/* Whether tiles multiply pairs of bfloat16: those of a panel, or what its codes are unpacked to. */
+INLINE int has_pairs(const struct linear *w) { return HAS_TILES && w->format != WEIGHT_F32 && w->format != WEIGHT_INT8; }
+INLINE int goes_by_tiles(const struct gemm_args *a) { return has_pairs(&a->w) || is_wide(&a->w); }
 
 /* Bytes of a lane of x: pairs that the machine cannot multiply directly become two float32. */
 INLINE size_t row_lane_bytes(enum kind kind) { return kind == KIND_BF16 ? 8 : 4; }
@@ -56,11 +54,10 @@ int64_t gemm_group_start(const struct gemm_args *a, int64_t group) {
 /* Bytes of a packed row. In tiles zeros follow the last lane. */
 INLINE size_t gemm_row_bytes(const struct gemm_args *a) {
     if (is_wide(&a->w)) return wide_row_bytes(a->w.k);
+    if (has_pairs(&a->w)) return (size_t)quant_num_blocks(a->w.k) * TILE_BYTES;
     if (is_quantised(a->w.format)) return quant_row_bytes(a->w.format, a->w.k);
     enum kind kind = kind_of_weight(a);
-    size_t lanes = (size_t)a->w.k / pair_of(kind);
-    if (kind == KIND_TILES) lanes = (lanes + TILE_LANES - 1) / TILE_LANES * TILE_LANES;
-    return lanes * row_lane_bytes(kind);
+    return (size_t)a->w.k / pair_of(kind) * row_lane_bytes(kind);
 }
 
 int64_t gemm_block_panels(void) { return BLOCK_PANELS; }
@@ -82,37 +79,44 @@ INLINE void interleave(char *to, const char *const *from, int64_t num, size_t by
         for (size_t i = 0; i < bytes; i += lane) memcpy(to + i * (size_t)num + (size_t)r * lane, from[r] + i, lane);
 }
 
-/* Pack up to a tile's lanes of row `r` of a group of `num`, from lane `first` on. */
-INLINE void pack_lanes(enum kind kind, const uint32_t *x, size_t lanes, uint32_t *group, size_t first, size_t r, size_t num) {
-    uint32_t *to = group + first * num;
-    if (kind == KIND_TILES) {
-        memcpy(to + r * TILE_LANES, x, lanes * 4);
-        memset(to + r * TILE_LANES + lanes, 0, (TILE_LANES - lanes) * 4);
-    } else if (kind == KIND_BF16) {
-        to += first * num + 2 * r;
+/* Pack `num` lanes of row `r` of a group. */
+INLINE void pack_lanes(enum kind kind, const uint32_t *x, size_t lanes, uint32_t *to, size_t r, size_t num) {
+    if (kind == KIND_BF16) {
+        to += 2 * r;
         for (size_t l = 0; l < lanes; l++, to += 2 * num) to[0] = x[l] << 16, to[1] = x[l] & 0xffff0000;
     } else {
         for (size_t l = 0; l < lanes; l++) to[l * num + r] = x[l];
     }
 }
 
+/* Pack rows for tiles of bfloat16: [k / QBLOCK][num][TILE_BYTES]. */
+INLINE void pack_pairs(const struct gemm_args *a, const void *x_rows, int64_t stride, void *group, int64_t num) {
+    struct view to = {group, 0, DT_BF16};
+    for (int64_t begin = 0; begin < a->w.k; begin += QBLOCK)
+        for (int64_t r = 0; r < num; r++, to.at += QBLOCK) {
+            struct view x = {(void *)x_rows, (size_t)(r * stride), (enum dtype)a->w.dtype};
+            vf values[QBLOCK / W];
+            load_block(x, begin, a->w.k, values);
+            UNROLL for (int i = 0; i < QBLOCK / W; i++) put(to, i * W, QBLOCK, values[i]);
+        }
+}
+
 /* Pack one group, its rows `stride` values apart from `x` on. */
 void gemm_pack_group(const struct gemm_args *a, int64_t group, const void *x_rows, int64_t stride) {
+    enum { AT_ONCE = 16 }; /* lanes of each row */
     enum kind kind = kind_of_weight(a);
     size_t lanes = (size_t)a->w.k / pair_of(kind);
     int64_t first = gemm_group_start(a, group), num = gemm_group_start(a, group + 1) - first;
-    if (is_wide(&a->w)) {
-        wide_pack_rows(a, x_rows, stride, (char *)a->rows + (size_t)first * gemm_row_bytes(a), num);
-    } else if (is_quantised(a->w.format)) {
-        quant_pack_rows(a, x_rows, stride, quant_group_at(a->w.format, a->w.k, a->rows, first, num), num);
-    } else {
-        uint32_t *to = (uint32_t *)((char *)a->rows + (size_t)first * gemm_row_bytes(a));
-        for (size_t l = 0; l < lanes; l += TILE_LANES)
-            for (int64_t r = 0; r < num; r++) {
-                const uint32_t *x = (const uint32_t *)x_rows + (size_t)(r * stride) / pair_of(kind) + l;
-                pack_lanes(kind, x, lanes - l < TILE_LANES ? lanes - l : TILE_LANES, to, l, (size_t)r, (size_t)num);
-            }
-    }
+    void *to = (char *)a->rows + (size_t)first * gemm_row_bytes(a);
+    if (is_wide(&a->w)) wide_pack_rows(a, x_rows, stride, to, num);
+    else if (has_pairs(&a->w)) pack_pairs(a, x_rows, stride, to, num);
+    else if (is_quantised(a->w.format)) quant_pack_rows(a, x_rows, stride, quant_group_at(a->w.format, a->w.k, a->rows, first, num), num);
+    else for (size_t l = 0; l < lanes; l += AT_ONCE)
+        for (int64_t r = 0; r < num; r++) {
+            const uint32_t *x = (const uint32_t *)x_rows + (size_t)(r * stride) / pair_of(kind) + l;
+            uint32_t *at = (uint32_t *)to + l * (size_t)num * row_lane_bytes(kind) / 4;
+            pack_lanes(kind, x, lanes - l < AT_ONCE ? lanes - l : AT_ONCE, at, (size_t)r, (size_t)num);
+        }
 }
 
 /* Pack one group from rows that were each packed alone. `rows[i]` is where the product's row i is among those. */
@@ -122,13 +126,13 @@ void gemm_gather(const struct gemm_args *a, int64_t group, const char *alone, co
     char *to = (char *)a->rows + (size_t)first * bytes;
     const char *from[num];
     for (int64_t r = 0; r < num; r++) from[r] = alone + (size_t)rows[first + r] * bytes;
-    if (is_wide(&a->w) || is_tiled(a)) {
-        size_t codes = is_wide(&a->w) ? wide_tiles_bytes(a->w.k) : (size_t)quant_num_blocks(a->w.k) * QBLOCK;
-        interleave(to, from, num, codes, is_wide(&a->w) ? WIDE_PARTS * TILE_BYTES : QBLOCK);
+    if (is_wide(&a->w)) {
+        size_t codes = wide_tiles_bytes(a->w.k);
+        interleave(to, from, num, codes, WIDE_PARTS * TILE_BYTES);
         for (int64_t r = 0; r < num; r++) from[r] += codes;
         to += (size_t)num * codes, bytes -= codes;
     }
-    if (!is_quantised(a->w.format) && kind_of_weight(a) == KIND_TILES) interleave(to, from, num, bytes, TILE_LANES * 4);
+    if (has_pairs(&a->w)) interleave(to, from, num, bytes, TILE_BYTES);
     else if (lane == 8) interleave(to, from, num, bytes, 8);
     else interleave(to, from, num, bytes, 4);
 }
@@ -161,8 +165,7 @@ INLINE void panel_dot(enum kind kind, int R, const uint32_t *panel, const char *
 
 /* Two products on tiles have the same rows in each group, so the first can write its results where the second reads them. */
 int32_t gemm_packs_for(const struct linear *w, const struct linear *next) {
-    return HAS_TILES && w->format == WEIGHT_BF16 && next->format == WEIGHT_BF16 && next->k == num_columns_of(w) &&
-           next->k % (2 * TILE_LANES) == 0;
+    return has_pairs(w) && has_pairs(next) && w->dtype == DT_BF16 && next->k == num_columns_of(w) && next->k % QBLOCK == 0;
 }
 
 /* The address of the results of a panel of row `r` of a group of `num` that begins with row `first`. */
@@ -317,13 +320,12 @@ INLINE size_t lines_ahead(const struct gemm_args *a, int64_t num_groups) {
 }
 
 void gemm(const struct gemm_args *a, const struct gemm_share *share) {
-    if (goes_whole(a)) {
+    if (goes_by_tiles(a)) {
         gemm_tiles(a, share);
         return;
     }
     if (is_quantised(a->w.format)) {
-        if (is_tiled(a)) gemm_quantised_tiles(a, share);
-        else gemm_quantised(a, share);
+        gemm_quantised(a, share);
         return;
     }
     enum kind kind = kind_of_weight(a);

@@ -1,11 +1,12 @@
-/* Products on tiles (gemm.h): of panels as they lie, pairs of bfloat16 or codes of rows with one scale (wide_rows.h), and of codes that are
- * unpacked first (quant_tiles.h). */
+/* Products on tiles (gemm.h): of panels as they lie, pairs of bfloat16 or codes of rows with one scale (wide_rows.h), and of pairs that
+ * codes are unpacked to (quant_tiles.h). */
 
 /* A product on tiles. While tiles of one group wait for its rows, vectors finish the rows of the group before. */
 struct tiling {
     const struct gemm_args *a;
     struct complete before;
     uint64_t shapes; /* see shape_products */
+    struct unpacking *unpacks; /* NULL: weights are multiplied as they lie */
 };
 
 /* c += rows in a . weights in b. */
@@ -29,12 +30,17 @@ INLINE void panel_dot_tiles(int is_codes, int is_high, size_t num, const uint32_
         tile_load(0, sums, width), tile_load(1, sums + TILE_ROWS, width);
         if (is_high) tile_load(2, last, width), tile_load(3, last + TILE_ROWS, width);
     }
-    for (size_t l = 0; l < lanes; l += TILE_LANES, rows += num * TILE_BYTES, panel += TILE_LANES * PANEL) {
+    struct unpacking *unpacks = tiling->unpacks;
+    const size_t kept = unpacks ? unpacks->kept * TILE_LANES - 1 : SIZE_MAX; /* lanes that lie there at once, less one */
+    if (unpacks && !unpacks->at) unpack_next(unpacks);
+    for (size_t l = 0; l < lanes; l += TILE_LANES, rows += num * TILE_BYTES) {
+        const uint32_t *at = panel + (l & kept) * PANEL;
         fetch_ahead(ahead, 0);
         if (at_once) finish_rows(tiling->a, before, at_once);
+        if (unpacks) unpack_next(unpacks);
         tile_load_once(4, rows, TILE_BYTES);
-        tile_load(6, panel, width);
-        tile_load(7, panel + PANEL / 2, width);
+        tile_load(6, at, width);
+        tile_load(7, at + PANEL / 2, width);
         TILE_DOT(is_codes, 0, 4, 6);
         TILE_DOT(is_codes, 1, 4, 7);
         if (!is_high) continue;
@@ -97,37 +103,6 @@ INLINE int64_t block_panels(const struct gemm_args *a, const struct gemm_share *
     return (size_t)rows * gemm_row_bytes(a) > KEPT_BYTES ? BLOCK_PANELS : 1;
 }
 
-/* A part of a panel is unpacked once for all groups. */
-static void multiply_part(const struct gemm_args *a, const struct gemm_share *share, int64_t p, int64_t b, float *sums,
-                          uint64_t *shapes) {
-    int64_t num_blocks = quant_num_blocks(a->w.k), block_start = gemm_group_start(a, share->group_begin);
-    struct unpacked part;
-    unpack(&a->w, p, b, &part);
-    for (int64_t g = share->group_begin; g < share->group_end; g++) {
-        int64_t first = gemm_group_start(a, g), num_rows = gemm_group_start(a, g + 1) - first;
-        float *done = sums + (first - block_start) * PANEL;
-        if (b == 0) memset(done, 0, (size_t)num_rows * PANEL * sizeof(float));
-        struct quant_group x = quant_group_at(a->w.format, a->w.k, a->rows, first, num_rows);
-        quant_dot_tiles(&part, b, (size_t)num_rows, x, done, shapes);
-        if (b + SUPER < num_blocks) continue;
-        if (!is_gated(a->w.activation)) gemm_prepare(a, first, num_rows, p);
-        if (a->addends) add_low_rank(a, first, num_rows, p, done);
-        gemm_finish(a, done, first, num_rows, p);
-    }
-}
-
-static void gemm_quantised_tiles(const struct gemm_args *a, const struct gemm_share *share) {
-    const int64_t most = block_panels(a, share);
-    ALIGNED float sums[most * BLOCK_SUMS];
-    uint64_t shapes = 0;
-    for (int64_t p = share->panel_begin, end; p < share->panel_end; p = end) {
-        end = p + most < share->panel_end ? p + most : share->panel_end;
-        for (int64_t b = 0; b < quant_num_blocks(a->w.k); b += SUPER)
-            for (int64_t i = p; i < end; i++) multiply_part(a, share, i, b, sums + (i - p) * BLOCK_SUMS, &shapes);
-    }
-    tile_release();
-}
-
 /* A slice of a panel: `num` lanes from `at` on, and what is fetched meanwhile. */
 struct slice {
     const uint32_t *from;
@@ -135,13 +110,24 @@ struct slice {
     size_t at, num;
 };
 
-/* Lanes of a panel that tiles multiply as it lies: pairs of bfloat16, or four codes. */
-INLINE size_t tile_lanes(const struct gemm_args *a) { return is_wide(&a->w) ? wide_lanes(a->w.k) : (size_t)a->w.k / 2; }
+INLINE int is_unpacked(const struct linear *w) { return is_quantised(w->format) && has_pairs(w); }
+
+/* Lanes of a panel that tiles multiply: pairs of bfloat16, or four codes. */
+INLINE size_t tile_lanes(const struct linear *w) {
+    if (is_wide(w)) return wide_lanes(w->k);
+    return is_unpacked(w) ? (size_t)quant_num_blocks(w->k) * TILE_LANES : (size_t)w->k / 2;
+}
+
+/* Where lane `at` of panel `p` lies, of a block of codes the first one. */
+INLINE const char *tile_lane(const struct linear *w, int64_t p, size_t at) {
+    if (is_unpacked(w)) return quant_block(w, p, (int64_t)(at / TILE_LANES));
+    return (const char *)w->packed + ((size_t)p * tile_lanes(w) + at) * PANEL * 4;
+}
 
 static void multiply_slice(struct tiling *tiling, const struct gemm_share *share, int64_t p, struct slice s, float *sums) {
     const struct gemm_args *a = tiling->a;
     int64_t block_start = gemm_group_start(a, share->group_begin);
-    const int is_last = s.at + s.num == tile_lanes(a), is_codes = is_wide(&a->w), parts = is_codes ? WIDE_PARTS : 1;
+    const int is_last = s.at + s.num == tile_lanes(&a->w), is_codes = is_wide(&a->w), parts = is_codes ? WIDE_PARTS : 1;
     /* Beside a full block, rows would wait for the lines of results that are fetched. */
     const int prepares = is_last && !a->next && share->group_end - share->group_begin < BLOCK_GROUPS / 2;
     for (int64_t g = share->group_begin; g < share->group_end; g++) {
@@ -150,7 +136,7 @@ static void multiply_slice(struct tiling *tiling, const struct gemm_share *share
         char *group = (char *)a->rows + (size_t)first * gemm_row_bytes(a);
         const char *rows = group + s.at * (size_t)(num_rows * parts) * 4;
         float *done = sums + (first - block_start) * parts * PANEL;
-        if (num_rows == 1) {
+        if (num_rows == 1 && !tiling->unpacks) {
             finish_rows(a, &tiling->before, MOST_ROWS); /* their sums may be where these come */
             if (is_codes) wide_row_dot(s.from, (const uint32_t *)rows, s.num, done, s.at == 0);
             else row_dot_tiles(s.from, rows, s.num, done, s.at == 0);
@@ -164,38 +150,49 @@ static void multiply_slice(struct tiling *tiling, const struct gemm_share *share
     }
 }
 
-/* What is fetched during a slice of `num` lanes whose next one is `next`: all of that, each group a part; by a group alone, which meets
- * memory as it comes, what is just ahead. */
-INLINE struct ahead ahead_of(const uint32_t *slice, const uint32_t *next, size_t num, int64_t num_groups) {
-    enum { LINES = TILE_LANES * PANEL * 4 / 64 };
-    if (num_groups == 1) return lines_from((const char *)slice + NEAR, num * PANEL * 4, LINES);
-    return next_part((const char *)next, num * PANEL * 4, (size_t)((LINES - 1) / num_groups + 1), 0);
+/* What is fetched during a slice of `num` lanes: all of the next one, each group a part. A group alone that multiplies weights as they
+ * lie meets memory as it comes, and fetches what is just ahead. */
+INLINE struct ahead ahead_of(const char *slice, size_t bytes, const char *next, size_t num, int64_t num_groups, int is_unpacked) {
+    const size_t num_tiles = (num - 1) / TILE_LANES + 1;
+    if (num_groups == 1 && !is_unpacked) return lines_from(slice + NEAR, bytes, (bytes / 64 - 1) / num_tiles + 1);
+    const size_t before = (uintptr_t)next % PAGE, num_lines = ((before + bytes - 1) / PAGE + 1) * (PAGE / 64);
+    return next_part(next - before, before + bytes, (num_lines - 1) / (num_tiles * (size_t)num_groups) + 1, 0);
 }
 
-/* Pairs of bfloat16, or codes of rows with one scale, on tiles. */
+/* Lanes of a slice at most, beside `num_groups` groups of rows. */
+INLINE size_t longest_slice(const struct linear *w, int64_t num_groups) {
+    if (!is_unpacked(w)) return num_groups == 1 ? tile_lanes(w) : num_groups > FEW_GROUPS ? TILE_SLICE : SHORT_SLICE;
+    const size_t alone = WINDOW / quant_block_bytes(quant_format_of(w->format)) / SUPER * SUPER;
+    return (num_groups == 1 ? alone : UNPACKED_BLOCKS) * TILE_LANES;
+}
+
+/* Panels on tiles, slice after slice. */
 static void gemm_tiles(const struct gemm_args *a, const struct gemm_share *share) {
-    const size_t lanes = tile_lanes(a), rest = lanes > TILE_LANES ? lanes % TILE_LANES : 0; /* a slice of its own */
+    const struct linear *w = &a->w;
+    const int unpacks = is_unpacked(w);
     const int64_t num_groups = share->group_end - share->group_begin, most = block_panels(a, share);
-    const size_t longest = num_groups > FEW_GROUPS ? TILE_SLICE : SHORT_SLICE;
-    const size_t num_slices = (lanes - 1) / longest + 1; /* of about one size */
-    const size_t slice_lanes = ((lanes - rest - 1) / num_slices / TILE_LANES + 1) * TILE_LANES;
+    const size_t lanes = tile_lanes(w), rest = lanes > TILE_LANES ? lanes % TILE_LANES : 0; /* a slice of its own */
+    const size_t num_slices = (lanes - 1) / longest_slice(w, num_groups) + 1, unit = unpacks ? SUPER * TILE_LANES : TILE_LANES;
+    const size_t slice_lanes = ((lanes - rest - 1) / num_slices / unit + 1) * unit; /* of about one size */
     ALIGNED float sums[most * BLOCK_SUMS];
-    struct tiling tiling = {.a = a};
+    struct unpacking unpacking;
+    unpacking.w = w, unpacking.kept = num_groups == 1 ? UNPACKED_ALONE : UNPACKED_BLOCKS;
+    struct tiling tiling = {.a = a, .unpacks = unpacks ? &unpacking : NULL};
     for (int64_t p = share->panel_begin, end; p < share->panel_end; p = end) {
-        const uint32_t *panel = (const uint32_t *)a->w.packed + (size_t)p * lanes * PANEL;
         end = p + most < share->panel_end ? p + most : share->panel_end;
         for (size_t at = 0, num; at < lanes; at += num) {
             const size_t left = at < lanes - rest ? lanes - rest - at : rest;
-            num = num_groups > 1 && left > slice_lanes ? slice_lanes : left;
-            const uint32_t *from = panel + at * PANEL, *next = panel + (size_t)(end - p) * lanes * PANEL;
-            if (at + num < lanes) next = from + num * PANEL;
-            for (int64_t i = p; i < end; i++, from += lanes * PANEL) {
-                struct ahead ahead = ahead_of(from, i + 1 < end ? from + lanes * PANEL : next, num, num_groups);
-                multiply_slice(&tiling, share, i, (struct slice){from, ahead, at, num}, sums + (i - p) * BLOCK_SUMS);
+            num = left > slice_lanes ? slice_lanes : left;
+            const char *last_next = at + num < lanes ? tile_lane(w, p, at + num) : tile_lane(w, end, 0);
+            for (int64_t i = p; i < end; i++) {
+                const char *from = tile_lane(w, i, at), *next = i + 1 < end ? tile_lane(w, i + 1, at) : last_next;
+                const size_t bytes = (size_t)(tile_lane(w, i, at + num) - from);
+                struct slice slice = {(const uint32_t *)from, ahead_of(from, bytes, next, num, num_groups, unpacks), at, num};
+                if (unpacks) slice.from = unpack_from(&unpacking, from, num / TILE_LANES);
+                multiply_slice(&tiling, share, i, slice, sums + (i - p) * BLOCK_SUMS);
             }
         }
     }
     finish_rows(a, &tiling.before, MOST_ROWS);
     tile_release();
 }
-

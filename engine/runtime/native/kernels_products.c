@@ -7,6 +7,4 @@
 #include "wide_rows.h"
 #include "gemm.h"
 
-EXPORT void quire_use_tiles(int32_t format, int64_t least_rows) { rows_for_tiles[format] = least_rows; }
-
 const int32_t pairs_are_wide = KIND_OF_PAIRS == KIND_BF16;

@@ -26,14 +26,12 @@ from engine.runtime.native.build import (
     best_isa,
     find_library,
     machine_isas,
-    tile_facts,
     why_no_kernels,
 )
 from engine.runtime.native.functions import checked, declare, entry
 from engine.runtime.native.packed_file import PackedFile
 from engine.runtime.native.packer import Packer
 from engine.runtime.native.structs import check_layout, mirror, structure
-from engine.system.host_limits import processor_name
 
 _log = logging.getLogger(__name__)
 
@@ -193,8 +191,6 @@ class Library:
         check_layout(functions)
         self._set_threads = declare(functions.quire_set_threads, None, c_int32)
         self._stay_aside = declare(functions.quire_stay_aside, None, c_int32)
-        # From how many rows on products of a weight format take tiles.
-        self.use_tiles = declare(functions.quire_use_tiles, None, c_int32, c_int64)
         self._pause = declare(functions.quire_pause, None, POINTER(c_double), _PAUSE)
         # Keeps freed memory in the process from now on, up to 256 MiB, for the next step.
         self.keep_memory = declare(functions.quire_keep_memory, None)
@@ -312,7 +308,5 @@ def _open(isa: Isa, is_portable: bool, on_compiled: OnCompiled) -> Library | Non
     except (OSError, AttributeError) as error:
         _log.warning("The CPU kernels are not used: %s", error)
         return None
-    for weight_format, least_rows in enumerate(tile_facts().get(processor_name(), ()) if isa is Isa.AMX else ()):
-        library.use_tiles(weight_format, least_rows)
     _log.debug("native kernels for %s from %s", isa.name, path)
     return library

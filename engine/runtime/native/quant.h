@@ -17,7 +17,7 @@ enum {
     QROWS = IS_DOT_IN_PLACE && W == 16 ? 6 : IS_DOT_IN_PLACE || W >= 8 ? 4 : 2, /* rows, times QVECTORS, that registers hold sums of */
 };
 
-/* One group of packed rows: bytes [k / 4][rows][4], or for tiles [k / QBLOCK][rows][QBLOCK], then for each block a scale [rows], and for each group of inputs
+/* One group of packed rows: bytes [k / 4][rows][4], then for each block a scale [rows], and for each group of inputs
  * -zero times the sum of the bytes, int32 [rows], and that sum times the scale, float32 [rows]. All are of four bytes,
  * so that rows that were packed alone can be laid side by side (moe.c). */
 struct quant_group {
@@ -67,18 +67,7 @@ INLINE float peak_of(const vf values[QBLOCK / W]) {
     return largest_of(most);
 }
 
-/* The rows from which products take tiles, by the format of weights; 0: not measured. */
-static int64_t rows_for_tiles[NUM_WEIGHT_FORMATS];
-
-/* Whether a product takes tiles, and ends where a scale does: integers are the same either way. WEIGHT_INT8: wide_rows.h. */
-INLINE int is_tiled(const struct gemm_args *a) {
-    if (!HAS_TILES || a->w.format <= WEIGHT_INT8) return 0;
-    int64_t least = rows_for_tiles[a->w.format];
-    return a->m >= (least ? least : TILE_ROWS / 2);
-}
-
-static void quant_pack_row(struct quant_format f, struct view x, int64_t k, struct quant_group to, size_t r,
-                           size_t num, int for_tiles) {
+static void quant_pack_row(struct quant_format f, struct view x, int64_t k, struct quant_group to, size_t r, size_t num) {
     size_t group_of_row = r;
     for (int64_t begin = 0; begin < k; begin += QBLOCK) {
         vf values[QBLOCK / W];
@@ -93,8 +82,7 @@ static void quant_pack_row(struct quant_format f, struct view x, int64_t k, stru
             memcpy(bytes + i * W, &narrow, sizeof narrow);
             sums[i * W / 16] += rounded;
         }
-        if (for_tiles) memcpy(to.bytes + r * QBLOCK / 4, bytes, QBLOCK), to.bytes += num * QBLOCK / 4;
-        else UNROLL for (size_t i = 0; i < QBLOCK / 4; i++, to.bytes += num) memcpy(to.bytes + r, bytes + 4 * i, 4);
+        UNROLL for (size_t i = 0; i < QBLOCK / 4; i++, to.bytes += num) memcpy(to.bytes + r, bytes + 4 * i, 4);
         to.scales[r] = scale;
         to.scales += num;
         for (int g = 0; g < QBLOCK / f.group; g++, group_of_row += num) {
@@ -111,7 +99,7 @@ static void quant_pack_rows(const struct gemm_args *a, const void *x, int64_t st
     for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((char *)to.bytes + at, 1); /* other threads have read them */
     for (int64_t r = 0; r < num; r++) {
         struct view row = {(void *)x, (size_t)(r * stride), (enum dtype)a->w.dtype};
-        quant_pack_row(f, row, a->w.k, to, (size_t)r, (size_t)num, is_tiled(a));
+        quant_pack_row(f, row, a->w.k, to, (size_t)r, (size_t)num);
     }
 }
 

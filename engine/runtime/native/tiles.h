@@ -38,7 +38,6 @@ INLINE void tile_shape(struct tile_shapes *shapes, int tile, size_t rows, size_t
 #define tile_load_once(tile, from, stride) ((void)(from), (void)(stride))
 #define tile_store(tile, to, stride) ((void)(to), (void)(stride))
 #define tile_dot_bf16(c, a, b) ((void)0)
-#define tile_dot_int8(c, a, b) ((void)0)
 #define tile_dot_codes(c, a, b) ((void)0)
 
 #elif defined(TILE_MODEL)
@@ -57,8 +56,7 @@ INLINE void tile_shape(struct tile_shapes *shapes, int tile, size_t rows, size_t
 #define tile_load_once(tile, from, stride) TILE_ASM("tileloaddt1 (%0,%1,1), %%tmm" #tile, "r"(from), "r"((size_t)(stride)))
 #define tile_store(tile, to, stride) TILE_ASM("tilestored %%tmm" #tile ", (%0,%1,1)", "r"(to), "r"((size_t)(stride)))
 #define tile_dot_bf16(c, a, b) TILE_ASM("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c, "i"(0))
-#define tile_dot_int8(c, a, b) TILE_ASM("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c, "i"(0))
-/* The same, of unsigned bytes of b. */
+/* c += a . b, of signed bytes of a and unsigned ones of b. */
 #define tile_dot_codes(c, a, b) TILE_ASM("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c, "i"(0))
 
 #endif

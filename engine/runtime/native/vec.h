@@ -107,6 +107,24 @@ INLINE void store_f(void *p, vf v) { memcpy(p, &v, sizeof v); }
 #define COMPARE(a, op, b) ((vi)((a) op (b)))
 #endif
 
+/* (a & mask) | b. */
+INLINE vu merge(vu a, uint32_t mask, vu b) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    return (vu)_mm512_ternarylogic_epi32((__m512i)a, _mm512_set1_epi32((int)mask), (__m512i)b, 0xea);
+#else
+    return (a & mask) | b;
+#endif
+}
+
+/* The high halves of each lane, of `low` in the low half and of `high` in the high one. */
+INLINE vu pair_high(vu low, vu high) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    return (vu)_mm512_mask_alignr_epi8((__m512i)high, 0x3333333333333333, (__m512i)low, (__m512i)low, 2);
+#else
+    return merge(high, 0xffff0000, low >> 16);
+#endif
+}
+
 INLINE vu select_u(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
 INLINE vf select_f(vi mask, vf yes, vf no) { return (vf)select_u(mask, (vu)yes, (vu)no); }
 
@@ -140,6 +158,8 @@ INLINE int fetches_by_page(void) {
 
 /* Memory that is fetched beside arithmetic, `num` lines at a time: each `step` bytes behind the one before, and behind `end` from `from`
  * on, a line further. */
+enum { PAGE = 4096 };
+
 struct ahead {
     const char *from, *at, *end;
     size_t num, step;
@@ -152,7 +172,6 @@ INLINE struct ahead lines_from(const char *from, size_t bytes, size_t num) {
 
 /* `bytes` of memory that are used later, behind the first `before` lines: on Intel's processors a line of every page in turn. */
 INLINE struct ahead next_part(const char *from, size_t bytes, size_t num, size_t before) {
-    enum { PAGE = 4096 };
     const size_t num_pages = (bytes - 1) / PAGE + 1;
     if (!fetches_by_page()) return lines_from(from + before * 64, bytes, num);
     const char *line = from + before / num_pages * 64;
