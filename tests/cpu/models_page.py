@@ -114,7 +114,7 @@ _STORED = """
 
 By `quant_method`, in Quire's own families, with the variants that tests hold against dequantisation written from the
 formats' documents. A CPU multiplies GPTQ, AWQ, W4A16, W8A16, W8A8, FP8 and MXFP4 in rows of 4 or 8 bits, and rounds
-activations to 8 bits as for GGUF, on AMX to 16 for bytes with one scale a row. CUDA multiplies FP8 with a scale for a row or a tensor on tensor cores, and rounds
+activations to 8 bits as for GGUF, on AMX to 16. CUDA multiplies FP8 with a scale for a row or a tensor on tensor cores, and rounds
 activations to FP8 with a scale for each token; kernels decode integers, MXFP4 and FP8 in blocks as they multiply, and leave
 activations alone. Every other matrix (act-order, NVFP4, nf4; on a CPU also 8 bits with zero points) is dequantised at load;
 the start says how many.

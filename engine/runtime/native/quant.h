@@ -234,12 +234,18 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
         }                                                                                                         \
     }
 
-/* The formats that have kernels. The others have the layout of one of these, and a table of their own. */
-#define EACH_KERNEL(do)                                                                                          \
-    do(WEIGHT_INT8) do(WEIGHT_Q4) do(WEIGHT_Q4_MIN) do(WEIGHT_Q8) do(WEIGHT_Q8_HALF) do(WEIGHT_Q8_HALF_MIN)      \
+/* The formats with scales of groups that have kernels. The others have the layout of one of these, and a table of their own. */
+#define EACH_GROUPED(do)                                                                                         \
+    do(WEIGHT_Q4) do(WEIGHT_Q4_MIN) do(WEIGHT_Q8) do(WEIGHT_Q8_HALF) do(WEIGHT_Q8_HALF_MIN)                      \
     do(WEIGHT_Q2_HALF_MIN) do(WEIGHT_Q3_HALF) do(WEIGHT_Q5) do(WEIGHT_Q5_MIN) do(WEIGHT_Q6_HALF)                 \
     do(WEIGHT_Q6_HALF_MIN) do(WEIGHT_IQ4) do(WEIGHT_MXFP4) do(WEIGHT_NVFP4) do(WEIGHT_IQ2) do(WEIGHT_Q1)         \
     do(WEIGHT_IQ1_S) do(WEIGHT_Q2) do(WEIGHT_Q4_SUPER) do(WEIGHT_Q5_SUPER)
+
+#ifdef TILES /* which multiply what these are unpacked to (quant_tiles.h) */
+#define EACH_KERNEL(do) do(WEIGHT_INT8)
+#else
+#define EACH_KERNEL(do) do(WEIGHT_INT8) EACH_GROUPED(do)
+#endif
 
 INLINE int32_t kernel_of(int32_t format) {
     if (format == WEIGHT_IQ3_XXS || format == WEIGHT_IQ3_S) return WEIGHT_IQ4;

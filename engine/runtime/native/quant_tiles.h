@@ -83,7 +83,7 @@ INLINE void unpack_as(int32_t format, struct unpacking *u) {
 static void unpack_next(struct unpacking *u) {
     if (u->at == u->end) return;
 #define UNPACK(F) case F: unpack_as(F, u); break;
-    switch (kernel_of(u->w->format)) { EACH_KERNEL(UNPACK) }
+    switch (kernel_of(u->w->format)) { EACH_GROUPED(UNPACK) }
 #undef UNPACK
 }
 
