@@ -72,9 +72,8 @@ def make(library: Library, shape: tuple[int, int], name: str, *, activation: int
     if name == "int8":
         scale = values.float().abs().amax(1, keepdim=True) / 127
         rounded = int8(library, values, bias, activation)
-        inputs = (
-            Tensor.double if library.isa is Isa.AMX else to_bytes
-        )  # of 16 bits there, which errors below do not see
+        # AMX rounds inputs to 16 bits, which the errors below do not see.
+        inputs = Tensor.double if library.isa is Isa.AMX else to_bytes
         return Weight(rounded, (values / scale).round() * scale, wide, inputs)
     kind = Kind[name]
     rows = random_rows(shape[0], shape[1], kind, scale=2**-9)

@@ -172,7 +172,7 @@ def test_parts_of_several_types_make_one_matrix(library: Library) -> None:
         rows = [StoredRows(int(kinds[i]), parts[i]) for i in used]
         linear = quantised(library, rows, 256, torch.float32, None)
         expected = x.double() @ torch.cat([dequantised(parts[i], kinds[i]) for i in used]).T
-        if library.isa is Isa.AMX:  # to which weights are rounded
+        if library.isa is Isa.AMX:  # weights are rounded to bfloat16
             assert (linear(x) - expected).norm() < 4e-3 * expected.norm()
             continue
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-6, atol=2e-6 * expected.abs().max().item())

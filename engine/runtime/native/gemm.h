@@ -79,7 +79,7 @@ INLINE void interleave(char *to, const char *const *from, int64_t num, size_t by
         for (size_t i = 0; i < bytes; i += lane) memcpy(to + i * (size_t)num + (size_t)r * lane, from[r] + i, lane);
 }
 
-/* Pack `num` lanes of row `r` of a group. */
+/* Pack some lanes of row `r` of a group of `num`. */
 INLINE void pack_lanes(enum kind kind, const uint32_t *x, size_t lanes, uint32_t *to, size_t r, size_t num) {
     if (kind == KIND_BF16) {
         to += 2 * r;

@@ -31,10 +31,10 @@ INLINE void panel_dot_tiles(int is_codes, int is_high, size_t num, const uint32_
         if (is_high) tile_load(2, last, width), tile_load(3, last + TILE_ROWS, width);
     }
     struct unpacking *unpacks = tiling->unpacks;
-    const size_t kept = unpacks ? unpacks->kept * TILE_LANES - 1 : SIZE_MAX; /* lanes that lie there at once, less one */
+    const size_t mask = unpacks ? unpacks->kept * TILE_LANES - 1 : SIZE_MAX; /* of a lane's place among those that are kept */
     if (unpacks && !unpacks->at) unpack_next(unpacks);
     for (size_t l = 0; l < lanes; l += TILE_LANES, rows += num * TILE_BYTES) {
-        const uint32_t *at = panel + (l & kept) * PANEL;
+        const uint32_t *at = panel + (l & mask) * PANEL;
         fetch_ahead(ahead, 0);
         if (at_once) finish_rows(tiling->a, before, at_once);
         if (unpacks) unpack_next(unpacks);

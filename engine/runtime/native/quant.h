@@ -5,7 +5,7 @@
  * `zero` and `min` take away is the sum of x's bytes times a constant, known once x is packed. The integers are exact,
  * and float32 sums run over k in order, in one register, each product and its sum rounded together: a row of y is the same bits
  * however many rows there are, whichever thread takes them, on whichever machine that can multiply and add at once. Only
- * the portable kernels on x86 round between the two. */
+ * the portable kernels on x86 round between the two. Where there are tiles, formats with scales of groups take these (quant_tiles.h). */
 #include "quant_dot.h"
 #include "quant_format.h"
 #include "tiles.h"

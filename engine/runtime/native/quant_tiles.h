@@ -2,13 +2,13 @@
  * sums after every 32 inputs, as quant.h does, costs vectors more than the products cost tiles, and rounds x to bytes.
  *
  * A code becomes the top of the mantissa of a float between 1 and 2: a product and a sum make that a weight. Its last 16 bits are cut
- * off, from a number larger by 1 / 355. So what bfloat16 holds stays as it is, and the error of other numbers, 0 on average, is
- * 1.07 times that of the nearest ones. */
+ * off, from a number larger by 1 / 355. So what bfloat16 holds stays as it is, but for 0, which becomes up to 2^-17 of a scale,
+ * and the error of other numbers, 0 on average, is 1.07 times that of the nearest ones. */
 
 enum {
     UNPACKED_BLOCKS = 2 * SUPER, /* whose pairs are kept for several groups: 32 KiB; */
     UNPACKED_ALONE = 4,          /* for one */
-    WINDOW = 32 << 10, /* bytes of codes that a group alone fetches in one go */
+    WINDOW = 32 << 10,           /* bytes of codes in a slice of a group alone, during which it fetches the next slice */
 };
 
 /* Blocks of a panel that the first group of rows unpacks, each ahead of its products. */
